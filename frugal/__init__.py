@@ -1,0 +1,1 @@
+"""frugal: memory-frugal LoRA and QLoRA fine-tuning."""
