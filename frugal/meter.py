@@ -1,0 +1,344 @@
+"""The live-bytes meter: peak bytes of live tensors in a region, by what the bytes are and where they came from.
+
+On the CPU a dispatch mode sees every tensor an operation returns and follows its storage by weak reference until it
+is freed, so the count is exact and nothing is copied or kept alive. Views share a storage and count once. On CUDA the
+caching allocator's own statistics give the peak (``detail=True`` follows storages there too).
+
+What it cannot see: scratch memory that a native kernel takes and gives back inside one operation, and memory that is
+no tensor (allocator rounding, the interpreter, libraries). Operations written in Python (``torch.library`` custom ops,
+those of bitsandbytes among them) are opened, so that their inner tensors count.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from frugal.meter_report import (
+    CATEGORIES,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER,
+    SAVED,
+    TEMPORARIES,
+    MeterReport,
+    Site,
+    model_tensors,
+    optimizer_tensors,
+)
+
+
+class _Record:
+    """One storage: how large, when it came and went (on the meter's clock of allocations), what it is, where from."""
+
+    __slots__ = ("born", "category", "died", "nbytes", "site")
+
+    def __init__(self, nbytes: int, born: int, category: str, site: tuple[str, str, Any]) -> None:
+        self.nbytes, self.born, self.died, self.category, self.site = nbytes, born, -1, category, site
+
+
+class _Dispatch(TorchDispatchMode):
+    """Feeds the outputs of every operation to the meter."""
+
+    def __init__(self, meter: LiveBytesMeter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.meter = meter
+        self.aliases: dict[Any, bool] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = self._call(func, args, kwargs or {})
+        aliases = self.aliases.get(func)
+        if aliases is None:
+            returns = func._schema.returns
+            aliases = self.aliases[func] = any(r.alias_info is not None for r in returns)
+        self.meter._seen(out, func, aliases)
+        return out
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        namespace = func.namespace
+        if namespace in ("aten", "prim", "prims"):
+            return func(*args, **kwargs)
+        # An operation implemented in Python: go past the mode to its kernel with the mode on again, so that its inner
+        # tensors are seen. Its autograd rule ran already, above this mode.
+        device = next((x.device.type for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)), "cpu")
+        key = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}.get(device)
+        if key is None or any(isinstance(x, FakeTensor) for x in tree_iter((args, kwargs))):
+            return func(*args, **kwargs)
+        if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key.name):
+            return func(*args, **kwargs)
+        with self:
+            return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
+class LiveBytesMeter:
+    """Measures one region::
+
+        meter = LiveBytesMeter(model, optimizer)
+        with meter:
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+        print(meter.report().table())
+
+    ``detail=None`` follows storages on the CPU and reads the allocator on CUDA; ``detail=True`` follows storages on any
+    device (also fake ones). Saved activations are what a forward leaves behind when a backward begins; what a backward
+    recomputes counts as temporaries. The meter costs Python time on every operation: never time a region with it on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        device: torch.device | str | None = None,
+        detail: bool | None = None,
+    ) -> None:
+        first = next(model.parameters(), None) if model is not None else None
+        self.device = torch.device(device) if device is not None else first.device if first is not None else _cpu()
+        self.detail = self.device.type != "cuda" if detail is None else detail
+        self.model = model
+        self.optimizer = optimizer
+        self._live: dict[int, _Record] = {}
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        self._records: list[_Record] = []
+        self._clock = 0
+        self._total = self._start = self._end = 0
+        self._peak = self._peak_clock = 0
+        self._in_backward = False
+        self._stack: list[str] = [""]
+        self._bounds: list[int] = [0]  # autograd sequence numbers at which ...
+        self._owners: list[str] = [""]  # ... this module began to create nodes
+        self._handles: list[Any] = []
+        self._dispatch: _Dispatch | None = None
+        self._allocator_peak = self._allocator_start = 0
+        if model is not None:
+            self.register_model(model)
+        if optimizer is not None:
+            self.register(OPTIMIZER, optimizer_tensors(optimizer))
+
+    # ---- what exists before the region ---------------------------------------------------------------------------
+
+    def register(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Count existing tensors as live from the start. A storage already known takes the new category."""
+        for tensor in tensors:
+            record = self._live.get(_key(tensor))
+            if record is None:
+                self._add(tensor, category, ("", "", "existing"), existing=True)
+            else:
+                record.category = category
+
+    def register_model(self, model: nn.Module) -> None:
+        """Register parameters, buffers, gradients and quantisation state of a model."""
+        for category, tensor in model_tensors(model):
+            self.register(category, [tensor])
+        self.register(GRADIENTS, [p.grad for p in model.parameters() if p.grad is not None])
+
+    # ---- the region ----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> LiveBytesMeter:
+        if self._dispatch is not None or self._clock:
+            raise RuntimeError("a LiveBytesMeter measures one region: make a new one for the next")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._allocator_start = torch.cuda.memory_allocated(self.device)
+        if self.detail:
+            if self.model is not None:
+                self._hook_modules(self.model)
+            self._peak = self._total
+            self._dispatch = _Dispatch(self)
+            self._dispatch.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._dispatch is not None:
+            self._dispatch.__exit__(kind, error, trace)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self._allocator_peak = torch.cuda.max_memory_allocated(self.device)
+        if self.optimizer is not None:
+            for tensor in optimizer_tensors(self.optimizer):
+                if (record := self._live.get(_key(tensor))) is not None:
+                    record.category = OPTIMIZER
+        self._end = self._total
+
+    def _hook_modules(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(_Enter(self, name), prepend=True))
+            self._handles.append(module.register_forward_hook(_Leave(self), always_call=True))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._mark_gradient))
+
+    def _mark_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and (record := self._live.get(_key(parameter.grad))) is not None:
+            record.category = GRADIENTS
+
+    # ---- storages ------------------------------------------------------------------------------------------------
+
+    def _seen(self, out: Any, func: Any, aliases: bool) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and not self._in_backward:
+            for left in self._live.values():
+                if left.category == TEMPORARIES:
+                    left.category = SAVED
+        self._in_backward = in_backward
+        for tensor in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            record = self._live.get(_key(tensor))
+            if record is not None:
+                self._resized(tensor, record)
+            elif aliases:  # a view of something that was there before the region
+                self._add(tensor, INPUTS, ("", "", "existing"), existing=True)
+            else:
+                self._add(tensor, TEMPORARIES, self._site(func, in_backward))
+
+    def _site(self, func: Any, in_backward: bool) -> tuple[str, str, Any]:
+        node = torch._C._current_autograd_node() if in_backward else None
+        if node is None or len(self._stack) > 1:  # a forward, or a forward that runs again inside backward
+            return self._stack[-1], "recompute" if in_backward else "", func
+        number = node._sequence_nr()
+        owner = self._owners[bisect.bisect_right(self._bounds, number) - 1] if number < 1 << 62 else ""
+        return owner, str(node.name()), func
+
+    def _add(self, tensor: torch.Tensor, category: str, site: tuple[str, str, Any], existing: bool = False) -> None:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if not nbytes:
+            return
+        if not existing:
+            self._clock += 1
+        record = _Record(nbytes, 0 if existing else self._clock, category, site)
+        self._live[key] = record
+        self._records.append(record)
+        self._refs[key] = weakref.ref(storage, functools.partial(self._freed, key))
+        if existing:  # it was there all the time: the peak so far held it too
+            self._start += nbytes
+            self._total += nbytes
+            self._peak += nbytes
+        else:
+            self._grow(nbytes)
+
+    def _grow(self, nbytes: int) -> None:
+        self._total += nbytes
+        if self._total > self._peak:
+            self._peak, self._peak_clock = self._total, self._clock
+
+    def _resized(self, tensor: torch.Tensor, record: _Record) -> None:
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes != record.nbytes:
+            self._clock += 1
+            grown, record.nbytes = nbytes - record.nbytes, nbytes
+            self._grow(grown)
+
+    def _freed(self, key: int, _: object = None) -> None:
+        record = self._live.pop(key, None)
+        self._refs.pop(key, None)
+        if record is not None:
+            record.died = self._clock
+            self._total -= record.nbytes
+
+    # ---- the answer ----------------------------------------------------------------------------------------------
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak live bytes so far: of followed storages, or of the CUDA allocator without ``detail``."""
+        return self._peak if self.detail else self._allocator_peak
+
+    def report(self) -> MeterReport:
+        """The peak split by category and site. Cheap until asked for: categories settle after the fact."""
+        if not self.detail:
+            return self._allocator_report()
+        clock = self._peak_clock
+        at_peak = [r for r in self._records if r.born <= clock and (r.died == -1 or r.died >= clock)]
+        by_category: Counter[str] = Counter()
+        by_site: dict[tuple[str, str, str], list[int]] = {}
+        for record in at_peak:
+            by_category[record.category] += record.nbytes
+            group = by_site.setdefault((record.category, *_site_names(record.site)), [0, 0])
+            group[0] += record.nbytes
+            group[1] += 1
+        sites = [Site(b, n, category, module, op) for (category, module, op), (b, n) in by_site.items()]
+        last = max((r for r in at_peak), key=lambda r: r.born, default=None)
+        return MeterReport(
+            peak_bytes=self._peak,
+            start_bytes=self._start,
+            end_bytes=self._end,
+            by_category={c: by_category[c] for c in CATEGORIES if by_category[c]},
+            sites=sorted(sites, key=lambda s: -s.bytes),
+            peak_op=": ".join(filter(None, _site_names(last.site))) if last is not None else "",
+            source="dispatch",
+        )
+
+    def _allocator_report(self) -> MeterReport:
+        by_category: Counter[str] = Counter()
+        for record in self._live.values():
+            by_category[record.category] += record.nbytes
+        if self.optimizer is not None:
+            by_category[OPTIMIZER] = sum(t.untyped_storage().nbytes() for t in optimizer_tensors(self.optimizer))
+        by_category[TEMPORARIES] = max(0, self._allocator_peak - sum(by_category.values()))
+        return MeterReport(
+            peak_bytes=self._allocator_peak,
+            start_bytes=self._allocator_start,
+            end_bytes=torch.cuda.memory_allocated(self.device),
+            by_category={c: by_category[c] for c in CATEGORIES if by_category[c]},
+            sites=[],
+            peak_op="",
+            source="allocator",
+        )
+
+
+class _Enter:
+    """Forward pre-hook: a module begins."""
+
+    def __init__(self, meter: LiveBytesMeter, name: str) -> None:
+        self.meter, self.name = meter, name
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.meter._stack.append(self.name)
+        self.meter._bounds.append(torch._C._autograd._get_sequence_nr())
+        self.meter._owners.append(self.name)
+
+
+class _Leave:
+    """Forward hook, also called when the forward raised: the module before goes on."""
+
+    def __init__(self, meter: LiveBytesMeter) -> None:
+        self.meter = meter
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.meter._stack.pop()
+        self.meter._bounds.append(torch._C._autograd._get_sequence_nr())
+        self.meter._owners.append(self.meter._stack[-1])
+
+
+def _cpu() -> torch.device:
+    return torch.device("cpu")
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _site_names(site: tuple[str, str, Any]) -> tuple[str, str]:
+    module, node, func = site
+    name = ".".join("*" if part.isdigit() else part for part in module.split("."))
+    op = func if isinstance(func, str) else str(func).removesuffix(".default")
+    return name, f"{node} > {op}" if node else op
