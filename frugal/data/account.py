@@ -1,7 +1,7 @@
 """The account of a data set: rows and tokens in, dropped (why, how many, first line), out.
 
-One object is filled by every step, from reading to packing, and shown at the end. Nothing is left out of training without
-a line here.
+One object is filled by every step, from reading to packing, and shown at the end. Nothing is left out of training
+without a line here.
 """
 
 from __future__ import annotations

@@ -1,0 +1,142 @@
+"""Sources into raw rows with the place each came from.
+
+A source is a file (`.json`, `.jsonl`, `.ndjson`, `.csv`, `.tsv`, `.parquet`, `.txt`, `.md`, each also with `.gz`), a
+folder of such files, a folder written by `datasets`, a data set that `frugal fetch` knows, or a `datasets` hub id. A text
+file is one document. No Python from a data folder is ever run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import BinaryIO, cast
+
+from frugal.config.models import SourceSection
+from frugal.data.account import Account
+from frugal.data.faults import BadRow, RawRow, RowFault
+from frugal.data.folders import choose_files, is_datasets_folder
+from frugal.data.hub import is_hub_id, read_hub, read_saved
+from frugal.data.read_columns import read_parquet
+from frugal.data.read_csv import read_csv
+from frugal.data.read_json import decode, read_json
+from frugal.errors import DataError
+from frugal.fetch import CATALOGUE, DEFAULT_DATA_FILE, fetch, is_known
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md")
+
+
+def read_rows(source: SourceSection, account: Account) -> Iterator[RawRow | BadRow]:
+    """Rows of a source, in order; files of a folder in sorted order. Notes about files left out go to ``account``.
+
+    Raises:
+        DataError: the source does not exist, is of an unknown kind, or a file cannot be read at all.
+    """
+    path = source.path
+    local = Path(path).expanduser()
+    if is_known(path) and not local.exists():
+        file = _catalogue_file(source)
+        yield from read_file(file, f"{path}/{file.name}")
+    elif local.is_dir() and is_datasets_folder(local):
+        yield from read_saved(local, source.split, path)
+    elif local.is_dir():
+        files, left_out = choose_files(local, SUFFIXES, source.split, path)
+        for note in left_out:
+            account.note(note)
+        for file in files:
+            yield from read_file(file, f"{path.rstrip('/')}/{file.relative_to(local).as_posix()}")
+    elif local.exists():
+        if source.split is not None or source.name is not None:
+            raise DataError(f"{path}: `split` and `name` belong to hub ids and folders; this is one file. Remove them.")
+        yield from read_file(local, path)
+    elif is_hub_id(path) and suffix_of(local) is None:
+        yield from read_hub(path, source.name, source.split)
+    else:
+        raise DataError(_missing(path, local))
+
+
+def suffix_of(path: PurePath) -> str | None:
+    """The supported suffix of a file name (`.jsonl` for `a.jsonl.gz`), or None."""
+    name = path.name.lower().removesuffix(".gz")
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+
+
+def read_file(path: Path, file: str) -> Iterator[RawRow | BadRow]:
+    """Rows of one file; ``file`` is its name in messages.
+
+    Raises:
+        DataError: unknown kind, empty, unreadable, or not in its own format from the first byte.
+    """
+    suffix = suffix_of(path)
+    if suffix is None:
+        raise DataError(f"{file}: files of this kind cannot be read. Supported: {', '.join(SUFFIXES)}, each also .gz.")
+    zipped = path.name.lower().endswith(".gz")
+    if suffix == ".parquet":
+        if zipped:
+            raise DataError(f"{file}: Parquet is compressed inside already; unpack the .gz.")
+        yield from read_parquet(str(path), file)
+        return
+    last_line = 0
+    try:
+        with path.open("rb") as plain:
+            handle = cast(BinaryIO, gzip.GzipFile(fileobj=plain)) if zipped else plain
+            for row in _rows_of_text(handle, file, suffix):
+                last_line = row.line
+                yield row
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        reason = "the .gz file is cut short" if isinstance(error, EOFError) else "the .gz file is damaged"
+        yield BadRow(RowFault(f"{reason}; copy it again"), file, last_line + 1, fatal=True)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def _rows_of_text(handle: BinaryIO, file: str, suffix: str) -> Iterator[RawRow | BadRow]:
+    if suffix in (".json", ".jsonl", ".ndjson"):
+        yield from read_json(handle, file)
+    elif suffix in (".csv", ".tsv"):
+        yield from read_csv(handle, file, "," if suffix == ".csv" else "\t")
+    else:
+        yield from _document(handle, file)
+
+
+def _document(handle: BinaryIO, file: str) -> Iterator[RawRow | BadRow]:
+    """A text file as one row `{"text": ...}`, line breaks as \\n."""
+    data = handle.read().removeprefix(b"\xef\xbb\xbf")
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(f"{file}: the file is UTF-16. Save it as UTF-8.")
+    if not data.strip():
+        raise DataError(f"{file}: the file is empty.")
+    lines: list[str] = []
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        try:
+            lines.append(decode(line).removesuffix("\r"))
+        except RowFault as fault:
+            yield BadRow(fault, file, number, fatal=True)
+            return
+    yield RawRow({"text": "\n".join(lines)}, file, 1)
+
+
+def _catalogue_file(source: SourceSection) -> Path:
+    """The file of a data set from `frugal fetch`: the one called ``source.name``, or its usual one."""
+    entry = CATALOGUE[source.path]
+    if entry.kind != "data":
+        raise DataError(f"{source.path}: this is a model, not a data set.")
+    folder = fetch(source.path)
+    file = folder / (DEFAULT_DATA_FILE if source.name is None else f"{PurePath(source.name).name}.jsonl")
+    if not file.is_file():
+        names = ", ".join(sorted(path.stem for path in folder.glob("*.jsonl")))
+        raise DataError(f"{source.path}: there is no part {source.name!r}. `name` is one of: {names}.")
+    return file
+
+
+def _missing(path: str, local: Path) -> str:
+    if "://" in path:
+        return f"{path}: addresses are not read. Download the file and give its path, or give a `datasets` hub id."
+    near: list[str] = []
+    if local.parent.is_dir():
+        near = difflib.get_close_matches(local.name, sorted(entry.name for entry in local.parent.iterdir()), n=3)
+    hint = f" Near it: {', '.join(near)}." if near else ""
+    known = ", ".join(sorted(name for name, entry in CATALOGUE.items() if entry.kind == "data"))
+    return f"{path}: there is no such file or folder.{hint} `frugal fetch` knows the data sets: {known}."
