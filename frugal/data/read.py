@@ -1,8 +1,8 @@
 """Sources into raw rows with the place each came from.
 
 A source is a file (`.json`, `.jsonl`, `.ndjson`, `.csv`, `.tsv`, `.parquet`, `.txt`, `.md`, each also with `.gz`), a
-folder of such files, a folder written by `datasets`, a data set that `frugal fetch` knows, or a `datasets` hub id. A text
-file is one document. No Python from a data folder is ever run.
+folder of such files, a folder written by `datasets`, a data set that `frugal fetch` knows, or a `datasets` hub id. A
+text file is one document. No Python from a data folder is ever run.
 """
 
 from __future__ import annotations

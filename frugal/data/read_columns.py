@@ -1,9 +1,9 @@
 """Columnar sources (Parquet, `datasets` folders and hub ids) into rows of plain Python values.
 
-A columnar store gives every struct of a column the union of all keys and fills the rest with null, so `f(a=1)` comes back
-as `f(a=1, b=null)`. What was null in the file and what is padding cannot be told apart; therefore a null inside a struct,
-and a null column, is read as absent. Arguments with a genuine null belong in JSON files, in a JSON column, or in a text
-column that holds JSON.
+A columnar store gives every struct of a column the union of all keys and fills the rest with null, so `f(a=1)` comes
+back as `f(a=1, b=null)`. What was null in the file and what is padding cannot be told apart; therefore a null inside a
+struct, and a null column, is read as absent. Arguments with a genuine null belong in JSON files, in a JSON column, or
+in a text column that holds JSON.
 """
 
 from __future__ import annotations

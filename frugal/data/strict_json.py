@@ -1,7 +1,7 @@
 """JSON as training data needs it: nothing is lost or invented on the way in.
 
 Python's own parser accepts NaN and Infinity, keeps the last of two equal keys, turns 1e999 into infinity and lets lone
-surrogates through, which break later in the tokenizer. Here all of these are faults with a reason. Keys keep their order.
+surrogates through, which break later in the tokenizer. Here all of these are faults with a reason. Keys keep order.
 """
 
 from __future__ import annotations
