@@ -1,0 +1,229 @@
+"""What ran: versions, resolved configuration, implementations chosen and rejected, measured bytes and seconds.
+
+``manifest.json`` is rewritten whole at each stage of a run (start, end, failure), so what is on disk is always readable
+and says how far the run came. This layer takes plain values only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import platform
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from frugal.errors import CheckpointError
+from frugal.files import read_json, write_json
+
+FORMAT = 1
+FILE_NAME = "manifest.json"
+PACKAGES = (
+    "frugal",
+    "torch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "accelerate",
+    "datasets",
+    "safetensors",
+    "tokenizers",
+    "triton",
+    "numpy",
+)
+SAMPLES_PER_TENSOR = 64
+"""Values of each tensor that enter the fingerprint of a base model."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide a result, of Python and of the platform. Imports none of them."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {**found, "python": platform.python_version(), "platform": platform.platform()}
+
+
+def git_commit() -> dict[str, Any] | None:
+    """Commit of the checkout that this package runs from, and whether it has local changes; None when installed."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        changed = bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None  # no git here, or a checkout of another user: the manifest then says nothing about it
+    return {"commit": commit, "local_changes": changed}
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+class Manifest:
+    """Builder of a run's ``manifest.json``: sections of plain values, timings and measured peaks by phase."""
+
+    def __init__(self, content: Mapping[str, Any] | None = None) -> None:
+        self.content: dict[str, Any] = dict(content or {})
+        if not content:
+            self.content = {"format": FORMAT, "status": "created", "created": now(), "versions": versions()}
+            self.content["command"] = [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else []
+            if commit := git_commit():
+                self.content["source"] = commit
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Read ``path`` (a manifest file, or a folder that holds one).
+
+        Raises:
+            CheckpointError: no manifest there, or not readable.
+        """
+        file = path / FILE_NAME if path.is_dir() else path
+        if not file.is_file():
+            raise CheckpointError(f"{file} does not exist: {path} is not the folder of a run.")
+        try:
+            content = read_json(file)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{file} is not a manifest: a JSON object is expected.")
+        return cls(content)
+
+    def add(self, section: str, value: Any) -> None:
+        """Set a section; a mapping is merged into a mapping that is there already."""
+        value = _plain(value)
+        present = self.content.get(section)
+        if isinstance(present, dict) and isinstance(value, dict):
+            present.update(value)
+        else:
+            self.content[section] = value
+
+    def choose(self, part: str, chosen: str, *, why: str = "", rejected: Mapping[str, str] | None = None) -> None:
+        """Record which implementation of ``part`` runs, and why each other one does not."""
+        entry: dict[str, Any] = {"chosen": chosen}
+        if why:
+            entry["why"] = why
+        if rejected:
+            entry["rejected"] = dict(rejected)
+        self.add("implementations", {part: entry})
+
+    def peak(self, phase: str, peak_bytes: int) -> None:
+        """Record the measured peak of a phase (load, step, evaluate, save), in bytes; the highest stays."""
+        before = self.content.get("measured_peak_bytes", {}).get(phase, 0)
+        self.add("measured_peak_bytes", {phase: max(int(peak_bytes), before)})
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Record the seconds of a phase, added up when it is entered again; recorded when it fails too."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            before = self.content.get("seconds", {}).get(phase, 0.0)
+            self.add("seconds", {phase: round(before + time.perf_counter() - start, 3)})
+
+    def started(self) -> None:
+        """The run is under way."""
+        self.content.update(status="running", started=now())
+
+    def finished(self, result: Mapping[str, Any] | None = None) -> None:
+        """The run came to its end."""
+        self.content.update(status="finished", ended=now())
+        self.content.pop("error", None)
+        if result:
+            self.add("result", result)
+
+    def failed(self, error: BaseException, *, status: str = "failed") -> None:
+        """The run stopped early; ``status`` is "failed" or "interrupted"."""
+        self.content.update(status=status, ended=now())
+        self.content["error"] = {"type": type(error).__name__, "message": str(error)[:2000]}
+
+    def write(self, path: Path) -> None:
+        """Write atomically to ``path`` (a file, or the run's folder)."""
+        path = Path(path)
+        write_json(path if path.suffix == ".json" else path / FILE_NAME, self.content)
+
+
+def _plain(value: Any) -> Any:
+    """JSON values only: paths and dtypes become text, tuples lists; anything else is a programming error later."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(entry) for entry in value]
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return str(value)
+
+
+def base_fingerprint(folder: Path) -> dict[str, Any] | None:
+    """A fingerprint of a model's weights that costs a few kilobytes of reading per tensor.
+
+    Names, shapes and ``SAMPLES_PER_TENSOR`` evenly spread values of each tensor enter a SHA-256; values are rounded to
+    bfloat16 first, so that a float32 copy of a bfloat16 checkpoint, or other shards, give the same fingerprint. Two
+    models that differ only in values that are not sampled would be taken for the same.
+
+    Returns:
+        {"weights": hex, "shapes": hex, "tensors": count}, or None when the folder holds no safetensors.
+    """
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        return None
+    weights: dict[str, bytes] = {}
+    shapes: dict[str, str] = {}
+    for file in files:
+        with open(file, "rb") as handle:
+            (length,) = struct.unpack("<Q", handle.read(8))
+            if length > min(file.stat().st_size, 100_000_000):
+                raise CheckpointError(f"{file} is not a whole safetensors file.")
+            header: dict[str, Any] = json.loads(handle.read(length))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                shapes[name] = json.dumps(entry["shape"])
+                begin, end = entry["data_offsets"]
+                weights[name] = _sample(handle, 8 + length + begin, end - begin, entry["dtype"])
+    by_weight, by_shape = hashlib.sha256(), hashlib.sha256()
+    for name in sorted(weights):
+        line = f"{name} {shapes[name]}\n".encode()
+        by_shape.update(line)
+        by_weight.update(line + weights[name])
+    return {"weights": by_weight.hexdigest(), "shapes": by_shape.hexdigest(), "tensors": len(weights)}
+
+
+def _sample(handle: Any, begin: int, n_bytes: int, dtype: str) -> bytes:
+    """``SAMPLES_PER_TENSOR`` evenly spread values as bfloat16 bits; raw bytes for dtypes that are not 16 or 32 bit."""
+    width = {"BF16": 2, "F16": 2, "F32": 4}.get(dtype, 1)
+    count = n_bytes // width
+    picked = sorted({i * count // SAMPLES_PER_TENSOR for i in range(SAMPLES_PER_TENSOR)}) if count else []
+    out = bytearray()
+    for index in picked:
+        handle.seek(begin + index * width)
+        raw = handle.read(width)
+        if dtype in ("F32", "F16"):
+            value = struct.unpack("<f" if width == 4 else "<e", raw)[0]
+            raw = _bfloat16(value)
+        out += raw
+    return bytes(out)
+
+
+def _bfloat16(value: float) -> bytes:
+    """Round to bfloat16, to nearest even: add half of the last kept bit to the float32's bits and cut."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    if bits & 0x7F800000 == 0x7F800000:  # infinity and NaN have nothing to round
+        return struct.pack("<H", bits >> 16)
+    return struct.pack("<H", ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF)

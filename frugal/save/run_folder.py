@@ -1,0 +1,113 @@
+"""Find what belongs to a finished run: its adapter, configuration, manifest and base, from any of its folders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from frugal.config import Config, load_config
+from frugal.errors import CheckpointError
+from frugal.files import read_json
+from frugal.manifest import FILE_NAME, Manifest, base_fingerprint
+from frugal.models.source import BaseSource, resolve_base
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """A run, one of its checkpoints, or the folder of an adapter that another tool wrote."""
+
+    root: Path
+    """The run's folder; the adapter's own where there is no run around it."""
+    adapter: Path
+    """The folder that holds adapter_model.safetensors."""
+    config: Config | None
+    manifest: dict[str, Any]
+    adapter_config: dict[str, Any]
+
+    @property
+    def quantized(self) -> bool:
+        """The run held its base in NF4 (False for adapters of other tools, whose base is not known here)."""
+        return self.config is not None and self.config.model.quantize == "nf4"
+
+    @property
+    def double_quant(self) -> bool:
+        """The NF4 scales were quantised too."""
+        return self.config is None or self.config.model.bnb_4bit_use_double_quant
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The folder whose tokenizer was saved with the adapter; None when the base's own is meant."""
+        for folder in (self.adapter, self.root):
+            if (folder / "tokenizer_config.json").is_file():
+                return folder
+        return None
+
+    def base_source(self, base: str | Path | None = None) -> BaseSource:
+        """The base model: ``base`` when given (it wins over what is stored), else the configuration's or the adapter's.
+
+        Raises:
+            ModelError: not found; CheckpointError: nothing says which base is meant.
+        """
+        if base is not None:
+            return resolve_base(str(base), None)
+        if self.config is not None:
+            return resolve_base(self.config.model.base, self.config.model.revision)
+        name = self.adapter_config.get("base_model_name_or_path")
+        if not name:
+            raise CheckpointError(f"{self.adapter / ADAPTER_CONFIG} names no base model. Give it with --base.")
+        return resolve_base(str(name), self.adapter_config.get("revision"))
+
+
+def open_run(path: str | Path) -> RunFolder:
+    """Open a run folder, a ``checkpoint-N`` folder or an adapter folder. An unfinished run opens at its last checkpoint.
+
+    Raises:
+        CheckpointError: nothing there that holds an adapter; the message says what was looked for.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist. Give the folder of a run (output.dir) or of an adapter.")
+    root = folder.parent if _is_run(folder.parent) and not _is_run(folder) else folder
+    adapter = _adapter_folder(folder)
+    config = load_config(root / "config.yaml") if (root / "config.yaml").is_file() else None
+    manifest = Manifest.read(root).content if (root / FILE_NAME).is_file() else {}
+    return RunFolder(root, adapter, config, manifest, read_json(adapter / ADAPTER_CONFIG))
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and (folder / FILE_NAME).is_file()
+
+
+def _adapter_folder(folder: Path) -> Path:
+    checkpoints = sorted(
+        (entry for entry in folder.glob("checkpoint-*") if entry.name.removeprefix("checkpoint-").isdigit()),
+        key=lambda entry: int(entry.name.removeprefix("checkpoint-")),
+        reverse=True,
+    )
+    candidates = [folder, folder / "adapter"]
+    for checkpoint in checkpoints:
+        candidates += [checkpoint, checkpoint / "adapter"]
+    for candidate in candidates:
+        if (candidate / ADAPTER_CONFIG).is_file():
+            return candidate
+    raise CheckpointError(
+        f"{folder} holds no adapter: looked for {ADAPTER_CONFIG} there and in its checkpoint-N folders. "
+        "Was the run stopped before its first checkpoint?"
+    )
+
+
+def other_base(run: RunFolder, source: BaseSource) -> str | None:
+    """A sentence when the base found is not the one the run was trained on (by the stored fingerprint), else None."""
+    stored = run.manifest.get("base", {}).get("fingerprint")
+    found = base_fingerprint(source.path)
+    if not stored or not found or stored["weights"] == found["weights"]:
+        return None
+    same = "the same names and shapes but other weights" if stored["shapes"] == found["shapes"] else "other tensors"
+    trained_on = run.manifest["base"].get("name") or "its base"
+    return (
+        f"The base found at {source.path} has {same} than {trained_on}, on which {run.root} was trained "
+        f"(fingerprint {found['weights'][:12]}, trained on {stored['weights'][:12]})."
+    )
