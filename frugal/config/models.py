@@ -24,7 +24,7 @@ class ModelSection(Section):
     bnb_4bit_use_double_quant: bool = True
     """Quantise the NF4 scales too: 4.127 instead of 4.5 bits a parameter."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Compute dtype. auto: bfloat16 where the device has it, else float16 with loss scaling on GPUs, float32 on CPUs."""
+    """Compute dtype. auto: bfloat16 where a GPU has it, else float16 with loss scaling; float32 on CPUs."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you ask for it; never inherited by a resumed run."""
     add_tokens: list[str] = Field(default_factory=list)
@@ -32,11 +32,11 @@ class ModelSection(Section):
 
 
 class LoraSection(Section):
-    r: int = Field(16, ge=1)
+    r: int = Field(default=16, ge=1)
     """Rank of the update."""
-    lora_alpha: float = Field(32, gt=0)
+    lora_alpha: float = Field(default=32, gt=0)
     """Scale: the update is multiplied by lora_alpha / r (or / sqrt(r) with use_rslora)."""
-    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input."""
     target_modules: str | list[str] = "all-linear"
     """`all-linear`, or names of modules (`q_proj`, a dotted tail, or a regular expression as one string)."""
@@ -59,7 +59,7 @@ class SourceSection(Section):
     """A file, a folder, a name known to `frugal fetch`, or a `datasets` hub id."""
     format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference"] = "auto"
     """How rows are written. auto looks at the first rows' keys."""
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0)
     """How often each row is seen in an epoch: 0.5 takes half of them, 2 takes each twice."""
     split: str | None = None
     """Split of a `datasets` hub id or folder. Default: train."""
@@ -67,7 +67,7 @@ class SourceSection(Section):
     """Configuration name of a `datasets` hub id."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Names of columns in your file for the format's own names, for example {prompt: question, completion: answer}."""
-    max_rows: int | None = Field(None, ge=1)
+    max_rows: int | None = Field(default=None, ge=1)
     """Take only the first rows."""
 
 
@@ -76,7 +76,7 @@ class DataSection(Section):
     """What to train on: a path, a list of paths, or a list of sources with weights."""
     eval: list[SourceSection] = Field(default_factory=list)
     """What to evaluate on. Empty: a part of the training rows, see eval_split."""
-    eval_split: float = Field(0.0, ge=0)
+    eval_split: float = Field(default=0.0, ge=0)
     """Held-out part of the training rows when `eval` is empty: a fraction below 1, or a number of rows."""
     chat_template: str | None = None
     """None: the tokenizer's own. Else a name (`frugal configs templates`), or the path of a Jinja file."""
@@ -84,7 +84,7 @@ class DataSection(Section):
     """System message put before conversations that have none."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Which text is trained: every assistant turn, only the last, or all tokens."""
-    max_length: int = Field(2048, ge=8)
+    max_length: int = Field(default=2048, ge=8)
     """Longest row in tokens."""
     on_overflow: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to longer rows. A row that truncation leaves without a trained token is dropped and counted."""
@@ -96,54 +96,54 @@ class DataSection(Section):
     """Join short rows into rows of max_length; documents never see each other, the result is exact."""
     cache: bool = True
     """Keep tokenised data in the user's cache folder, keyed by content."""
-    num_proc: int = Field(1, ge=1)
+    num_proc: int = Field(default=1, ge=1)
     """Processes for tokenising."""
 
 
 class TrainSection(Section):
-    num_train_epochs: float = Field(1.0, gt=0)
+    num_train_epochs: float = Field(default=1.0, gt=0)
     """Passes over the data; max_steps wins when it is set."""
-    max_steps: int | None = Field(None, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
     """Number of optimizer steps."""
-    per_device_train_batch_size: int = Field(2, ge=1)
+    per_device_train_batch_size: int = Field(default=2, ge=1)
     """Rows of one micro-batch."""
-    per_device_eval_batch_size: int = Field(2, ge=1)
+    per_device_eval_batch_size: int = Field(default=2, ge=1)
     """Rows of one evaluation batch."""
-    gradient_accumulation_steps: int = Field(8, ge=1)
+    gradient_accumulation_steps: int = Field(default=8, ge=1)
     """Micro-batches of one optimizer step. The loss is the mean over all trained tokens of the step."""
-    learning_rate: float = Field(2e-4, gt=0)
+    learning_rate: float = Field(default=2e-4, gt=0)
     """Peak learning rate."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr"] = "cosine"
     """Schedule of the learning rate, as in transformers."""
-    warmup_ratio: float = Field(0.03, ge=0, lt=1)
+    warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     """Part of all steps spent on warming up, unless warmup_steps is set."""
-    warmup_steps: int | None = Field(None, ge=0)
+    warmup_steps: int | None = Field(default=None, ge=0)
     """Number of warm-up steps."""
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Floor of cosine_with_min_lr, as part of learning_rate."""
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW with fp32 state, or with block-wise 8-bit state."""
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
-    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of the second moment."""
-    adam_epsilon: float = Field(1e-8, gt=0)
+    adam_epsilon: float = Field(default=1e-8, gt=0)
     """Added to the denominator of the update."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay on adapter matrices."""
-    loraplus_lr_ratio: float | None = Field(None, gt=0)
+    loraplus_lr_ratio: float | None = Field(default=None, gt=0)
     """LoRA+: learning rate of B as a multiple of that of A."""
-    max_grad_norm: float = Field(1.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, ge=0)
     """Clip the global gradient norm; 0 turns it off."""
     group_by_length: bool = True
     """Put rows of like length into one batch when not packing."""
-    eval_steps: int | None = Field(None, ge=1)
+    eval_steps: int | None = Field(default=None, ge=1)
     """Evaluate every so many steps. Unset: at the end of each epoch when there are evaluation rows."""
-    logging_steps: int = Field(1, ge=1)
+    logging_steps: int = Field(default=1, ge=1)
     """Log every so many steps."""
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
     """Trackers, through accelerate."""
-    seed: int = Field(42, ge=0)
+    seed: int = Field(default=42, ge=0)
     """Seed of adapter initialisation, dropout and row order."""
 
 
@@ -152,9 +152,9 @@ class MemorySection(Section):
     """Activation checkpointing of decoder layers. auto: recompute, until the planner decides."""
     fused: bool = True
     """Use frugal's fused operations where they are proven equal to the stock module."""
-    loss_chunk_tokens: int | None = Field(None, ge=1)
+    loss_chunk_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one chunk of the loss. Unset: chosen so that a chunk of logits stays small."""
-    mlp_chunk_tokens: int | None = Field(None, ge=1)
+    mlp_chunk_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one tile of the MLP. Unset: chosen by size."""
 
 
@@ -166,15 +166,15 @@ class DistributedSection(Section):
 class OutputSection(Section):
     dir: str
     """The run's folder."""
-    save_steps: int | None = Field(None, ge=1)
+    save_steps: int | None = Field(default=None, ge=1)
     """Write a checkpoint every so many steps. Unset: at the end of each epoch."""
-    save_total_limit: int | None = Field(2, ge=1)
+    save_total_limit: int | None = Field(default=2, ge=1)
     """Checkpoints kept; the oldest by number goes first."""
     keep_best: bool = False
     """Keep the checkpoint with the lowest evaluation loss too, and end with its adapter."""
     sample_prompts: list[str] = Field(default_factory=list)
     """Questions answered before and after training, shown side by side."""
-    sample_max_new_tokens: int = Field(48, ge=1)
+    sample_max_new_tokens: int = Field(default=48, ge=1)
     """Longest answer to a sample prompt."""
 
 
