@@ -1,0 +1,206 @@
+"""Causal attention over packed or right-padded rows, without an [S, S] tensor.
+
+q is [batch, query_heads, tokens, head_size], k and v [batch, kv_heads, tokens, head_size] with query_heads a multiple of
+kv_heads (grouped-query attention; kv_heads 1 is multi-query). ``cu_seqlens`` are the offsets of the documents in the
+batch read row after row: [0, ..., batch * tokens]; a row's end is always a document's end. Padding at the end of a row
+needs no mask: under causality no earlier token sees it. ``window`` counts the token itself (transformers' meaning):
+token i sees max(0, i - window + 1) .. i. Only q, k, v, out and the log-sum-exp [batch, heads, tokens] are kept for backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from frugal.ops.blockwise import blockwise_backward, blockwise_forward
+from frugal.ops.cpu_flash import cpu_flash_backward, cpu_flash_forward
+from frugal.ops.table import choose
+
+CuSeqlens: TypeAlias = Tensor | Sequence[int]
+Segment: TypeAlias = tuple[int, int, int, int]  # rows from..to (exclusive), tokens from..to (exclusive)
+
+_HOST_OFFSETS = WeakTensorKeyDictionary()  # one device-to-host copy a batch, not one a layer
+
+
+def host_offsets(cu_seqlens: CuSeqlens) -> tuple[int, ...] | None:
+    """Document offsets as Python ints. None for a fake tensor, whose values nobody knows: one document a row then."""
+    if not isinstance(cu_seqlens, Tensor):
+        return tuple(int(offset) for offset in cu_seqlens)
+    if isinstance(cu_seqlens, FakeTensor):
+        return None
+    known = _HOST_OFFSETS.get(cu_seqlens)
+    if known is not None and known[0] == cu_seqlens._version:
+        return known[1]  # type: ignore[no-any-return]
+    offsets = tuple(int(offset) for offset in cu_seqlens.tolist())
+    _HOST_OFFSETS[cu_seqlens] = (cu_seqlens._version, offsets)
+    return offsets
+
+
+def segments(batch: int, tokens: int, cu_seqlens: CuSeqlens | None) -> list[Segment]:
+    """Documents as (first row, last row + 1, first token, last token + 1); whole rows are taken together.
+
+    Raises ``ValueError`` when the offsets do not rise from 0 to batch * tokens.
+    """
+    offsets = None if cu_seqlens is None else host_offsets(cu_seqlens)
+    if offsets is None:
+        return [(0, batch, 0, tokens)] if batch and tokens else []
+    if not offsets or offsets[0] != 0 or offsets[-1] != batch * tokens or any(
+        b < a for a, b in zip(offsets, offsets[1:], strict=False)
+    ):  # fmt: skip
+        raise ValueError(f"cu_seqlens must rise from 0 to batch * tokens = {batch * tokens}, got {offsets[:4]} ... "
+                         f"{offsets[-2:]}")  # fmt: skip
+    found: list[Segment] = []
+    for start, end in zip(offsets, offsets[1:], strict=False):
+        while start < end:
+            row = start // tokens
+            stop = min(end, (row + 1) * tokens)
+            piece = (row, row + 1, start - row * tokens, stop - row * tokens)
+            last = found[-1] if found else None
+            if last is not None and last[1] == row and last[2:] == piece[2:] == (0, tokens):
+                found[-1] = (last[0], row + 1, 0, tokens)
+            else:
+                found.append(piece)
+            start = stop
+    return found
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: CuSeqlens | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """The definition, with the whole [S, S] score matrix and a mask. Arguments as in `attention`."""
+    batch, heads, tokens, size = q.shape
+    scale = 1 / math.sqrt(size) if scale is None else scale
+    groups = heads // k.shape[1]
+    acc = torch.promote_types(q.dtype, torch.float32)
+    k, v = (t.repeat_interleave(groups, dim=1).to(acc) for t in (k, v))
+    scores = scale * q.to(acc) @ k.transpose(-1, -2)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    offsets = torch.tensor(host_offsets(cu_seqlens) if cu_seqlens is not None else [0], device=q.device)
+    flat = torch.arange(batch * tokens, device=q.device)
+    document = torch.bucketize(flat, offsets, right=True).view(batch, tokens)
+    i, j = torch.arange(tokens, device=q.device)[:, None], torch.arange(tokens, device=q.device)[None, :]
+    seen = (document[:, :, None] == document[:, None, :]) & ((i >= j) if causal else (i == i))
+    if window is not None:
+        seen = seen & (i - j < window)
+    return (scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ v).to(q.dtype)
+
+
+def _like_rows(t: Tensor) -> Tensor:
+    """Uninitialised [batch, heads, tokens, size] laid out token by token, as the next projection reads it."""
+    batch, heads, tokens, size = t.shape
+    return t.new_empty(batch, tokens, heads, size).transpose(1, 2)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: list[Segment], form: str, scale: float,
+                window: int | None, softcap: float | None, causal: bool) -> Tensor:  # fmt: skip
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        settings = {"scale": scale, "window": window, "softcap": softcap, "causal": causal}
+        run = cpu_flash_forward if form == "cpu_flash" else blockwise_forward
+        batch, heads, tokens, _ = q.shape
+        if len(pieces) == 1 and pieces[0] == (0, batch, 0, tokens):
+            out, lse = run(q, k, v, **settings)
+        else:
+            out = _like_rows(q)
+            lse = q.new_empty(batch, heads, tokens, dtype=torch.promote_types(q.dtype, torch.float32))
+            for r0, r1, s0, s1 in pieces:
+                part, part_lse = run(*(t[r0:r1, :, s0:s1] for t in (q, k, v)), **settings)
+                out[r0:r1, :, s0:s1] = part
+                lse[r0:r1, :, s0:s1] = part_lse
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.pieces, ctx.form, ctx.settings = pieces, form, settings
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (d_out,) = outputs
+        q, k, v, out, lse = ctx.saved_tensors
+        run = cpu_flash_backward if ctx.form == "cpu_flash" else blockwise_backward
+        d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+        if len(ctx.pieces) == 1 and ctx.pieces[0] == (0, q.shape[0], 0, q.shape[2]):
+            grads = run(d_out, q, k, v, out, lse, **ctx.settings)
+        else:
+            grads = tuple(_like_rows(t) for t in (q, k, v))
+            for r0, r1, s0, s1 in ctx.pieces:
+                parts = run(*(t[r0:r1, :, s0:s1] for t in (d_out, q, k, v, out, lse)), **ctx.settings)
+                for grad, part in zip(grads, parts, strict=True):
+                    grad[r0:r1, :, s0:s1] = part
+        return (*grads, None, None, None, None, None, None)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, pieces: list[Segment], scale: float, causal: bool) -> Tensor:
+    """scaled_dot_product_attention, document by document; torch picks its best backend and keeps what it needs."""
+    gqa = q.shape[1] != k.shape[1]
+
+    def run(r0: int, r1: int, s0: int, s1: int) -> Tensor:
+        parts = (t[r0:r1, :, s0:s1] for t in (q, k, v))
+        return F.scaled_dot_product_attention(*parts, is_causal=causal, scale=scale, enable_gqa=gqa)
+
+    if len(pieces) == 1 and pieces[0] == (0, q.shape[0], 0, q.shape[2]):
+        return run(*pieces[0])
+    by_row: dict[tuple[int, int], list[Tensor]] = {}
+    for piece in pieces:
+        by_row.setdefault(piece[:2], []).append(run(*piece))
+    return torch.cat([torch.cat(parts, dim=2) for parts in by_row.values()], dim=0)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: CuSeqlens | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    implementation: str | None = None,
+) -> Tensor:
+    """softmax(scale q k^T) v within documents; shapes in the module's text. Returns [batch, query_heads, tokens, size].
+
+    ``scale`` is 1 / sqrt(head_size) unless given; ``softcap`` c turns a score s into c tanh(s / c). ``implementation``
+    names a row of the table; unset, the table chooses. Raises ``ValueError`` for shapes or offsets that do not fit.
+    """
+    if q.dim() != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
+        raise ValueError(f"q [B, Hq, S, D] and k, v [B, Hkv, S, D] expected, got {tuple(q.shape)}, {tuple(k.shape)} and "
+                         f"{tuple(v.shape)}")  # fmt: skip
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key/value heads")
+    if window is not None and window < 1:
+        raise ValueError(f"window counts the token itself: at least 1, got {window}")
+    batch, _, tokens, size = q.shape
+    scale = 1 / math.sqrt(size) if scale is None else scale
+    pieces = segments(batch, tokens, cu_seqlens)
+    longest = max((s1 - s0 for _, _, s0, s1 in pieces), default=0)
+    if window is not None and causal and window >= longest:
+        window = None
+    if implementation is None:
+        implementation = choose("attention", q.device, q.dtype, window=window, softcap=softcap, causal=causal).name
+    if implementation == "reference":
+        return attention_reference(
+            q, k, v, cu_seqlens=cu_seqlens, scale=scale, window=window, softcap=softcap, causal=causal
+        )
+    if not pieces:
+        return q * 0.0 + (k.sum() + v.sum()) * 0.0
+    if implementation == "sdpa":
+        return _sdpa(q, k, v, pieces, scale, causal)
+    out: Tensor = _Attention.apply(q, k, v, pieces, implementation, scale, window, softcap, causal)
+    return out

@@ -1,0 +1,374 @@
+"""Cross-entropy of hidden states times head, without ever holding the logits of all tokens.
+
+The sum over tokens of ``w_t * ((1 - e) * (lse_t - z_t[y]) + e * (lse_t - mean_v z_t) + z_loss * lse_t^2)`` with
+``z = softcap * tanh(s / softcap)``, ``s = logit_scale * (hidden W^T + bias + lora_scale * (hidden A^T) B^T)`` and
+``lse = logsumexp(z)``. Tokens whose label is ``ignore_index`` are left out of every product.
+
+For ``sum`` and ``mean`` the gradients are made in the forward pass, chunk by chunk, while a chunk's logits are there,
+and multiplied by the upstream scalar in backward. For ``none`` every token has an upstream gradient of its own, which
+cannot be applied after tokens were summed into a weight gradient; there the chunks are computed again in backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+from frugal.ops.weights import Weight, matmul_add_, matmul_t, row_blocks, rows
+
+Reduction = Literal["sum", "mean", "none"]
+CHUNK_BYTES = 32 * 2**20  # one chunk of logits
+MIN_CHUNK_TOKENS = 32  # narrower products are slow on every device
+
+
+@dataclass(frozen=True)
+class _Options:
+    ignore_index: int
+    logit_scale: float
+    softcap: float | None
+    label_smoothing: float
+    z_loss: float
+    lora_scale: float
+    chunk_tokens: int
+    chunk_vocab: int
+
+
+@dataclass
+class _Grads:
+    """Gradient buffers; None where nobody asked."""
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return any(g is not None for g in (self.hidden, self.weight, self.bias, self.lora_a, self.lora_b))
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weights: Tensor | None = None,
+    lora: tuple[Tensor, Tensor, float] | None = None,
+    reduction: Reduction = "sum",
+    count: Tensor | float | None = None,
+) -> Tensor:
+    """The definition, with all logits at once. Arguments as in `linear_cross_entropy`."""
+    acc = torch.promote_types(hidden.dtype, torch.float32)
+    logits = F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)).to(acc)
+    if lora is not None:
+        a, b, scale = lora
+        logits = logits + scale * F.linear(F.linear(hidden.to(acc), a.to(acc)), b.to(acc))
+    logits = logits * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    keep = labels != ignore_index
+    lse = torch.logsumexp(logits, dim=-1)
+    target = logits.gather(1, labels.where(keep, 0)[:, None])[:, 0]
+    loss = (1 - label_smoothing) * (lse - target) + label_smoothing * (lse - logits.mean(-1)) + z_loss * lse**2
+    if token_weights is not None:
+        loss = loss * token_weights.to(acc)
+    loss = loss.where(keep, 0.0)
+    return _reduce(loss, keep, reduction, count)
+
+
+def _reduce(loss: Tensor, keep: Tensor, reduction: Reduction, count: Tensor | float | None) -> Tensor:
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / (keep.sum().clamp(min=1) if count is None else count)
+
+
+class _Chunk:
+    """Logits of one chunk of tokens, turned in place into the loss's gradient with respect to them."""
+
+    def __init__(self, parts: _Parts, grads: _Grads, options: _Options) -> None:
+        self.parts, self.grads, self.options = parts, grads, options
+        self.acc = torch.promote_types(parts.hidden.dtype, torch.float32)
+        self.inside = parts.lora_a is not None
+
+    def logits(self, h: Tensor, u: Tensor | None, lo: int, hi: int, buffer: Tensor | None) -> Tensor:
+        """z before the soft cap for vocabulary rows lo..hi: [chunk, hi - lo], fp32 (fp64 for fp64 input)."""
+        p, o = self.parts, self.options
+        out = h.new_empty(h.shape[0], hi - lo) if buffer is None or buffer.dtype != h.dtype else buffer
+        if (lo, hi) == (0, int(p.weight.shape[0])):
+            matmul_t(h, p.weight, out)
+        else:
+            torch.mm(h, rows(p.weight, lo, hi, h.dtype).t(), out=out)
+        z = out if out.dtype == self.acc else (out.to(self.acc) if buffer is None else buffer.copy_(out))
+        if p.bias is not None:
+            z += p.bias[lo:hi]
+        if u is not None and p.lora_b is not None:
+            z.addmm_(u, p.lora_b[lo:hi].to(self.acc).t(), alpha=o.lora_scale)
+        if o.logit_scale != 1.0:
+            z *= o.logit_scale
+        return z
+
+    def backward(self, dz: Tensor, h: Tensor, dh: Tensor | None, u: Tensor | None, du: Tensor | None,
+                 lo: int, hi: int) -> None:  # fmt: skip
+        """Adds what dz [chunk, hi - lo] (with respect to the scaled logits) contributes to every gradient."""
+        p, g, o = self.parts, self.grads, self.options
+        if o.logit_scale != 1.0:
+            dz *= o.logit_scale
+        if g.bias is not None:
+            g.bias[lo:hi] += dz.sum(0)
+        if g.weight is not None:
+            g.weight[lo:hi].addmm_(dz.t(), h.to(self.acc))
+        if u is not None and g.lora_b is not None:
+            g.lora_b[lo:hi].addmm_(dz.t(), u, alpha=o.lora_scale)
+        if du is not None and p.lora_b is not None:
+            du.addmm_(dz, p.lora_b[lo:hi].to(self.acc), alpha=o.lora_scale)
+        if dh is not None:
+            narrow = dz.to(h.dtype)
+            if (lo, hi) == (0, int(p.weight.shape[0])):
+                if dh.dtype == narrow.dtype:
+                    matmul_add_(dh, narrow, p.weight)
+                else:
+                    dh += matmul_add_(torch.zeros_like(h), narrow, p.weight)
+            else:
+                block = rows(p.weight, lo, hi, h.dtype)
+                dh += torch.mm(narrow, block)
+
+    def run(self, h: Tensor, y: Tensor, w: Tensor | None, buffer: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Loss of each token [chunk] and, if asked for, the gradient of h in fp32 (LoRA's part included)."""
+        p, g, o, acc = self.parts, self.grads, self.options, self.acc
+        vocab = int(p.weight.shape[0])
+        blocks = list(_ranges(vocab, o.chunk_vocab))
+        u = h.to(acc) @ p.lora_a.to(acc).t() if p.lora_a is not None else None
+        whole = len(blocks) == 1
+        # First walk over the vocabulary: log-sum-exp, the target's logit, and the mean for label smoothing.
+        highest = h.new_full((h.shape[0],), -torch.inf, dtype=acc)
+        total = torch.zeros_like(highest)
+        target = torch.zeros_like(highest)
+        mean = torch.zeros_like(highest) if o.label_smoothing else None
+        z = slope = None
+        for lo, hi in blocks:
+            z = self.logits(h, u, lo, hi, buffer if whole else None)
+            slope = _cap_(z, o.softcap, g.wanted and whole)
+            if mean is not None:
+                mean += z.sum(1) / vocab
+            inside = (y >= lo) & (y < hi)
+            found = z.gather(1, (y - lo).clamp(0, hi - lo - 1)[:, None])[:, 0]
+            target = torch.where(inside, found, target)
+            top = torch.maximum(highest, z.amax(1))
+            total = total * torch.exp(highest - top)
+            z.sub_(top[:, None]).exp_()
+            total += z.sum(1)
+            highest = top
+        lse = highest + total.log()
+        loss = lse - target
+        if mean is not None:
+            loss = (1 - o.label_smoothing) * loss + o.label_smoothing * (lse - mean)
+        if o.z_loss:
+            loss = loss + o.z_loss * lse * lse
+        if w is not None:
+            loss = loss * w
+        if not g.wanted:
+            return loss, None
+        # Second walk: probabilities to gradients. With one block the exponentials are still in the buffer.
+        dh = torch.zeros_like(h, dtype=acc) if g.hidden is not None else None
+        need_du = u is not None and (g.hidden is not None or g.lora_a is not None)
+        du = torch.zeros_like(u) if need_du and u is not None else None
+        up = torch.ones_like(lse) if w is None else w
+        factor = up if not o.z_loss else up * (1 + 2 * o.z_loss * lse)
+        for lo, hi in blocks:
+            if whole and z is not None:
+                z *= (factor / total)[:, None]
+            else:
+                z = self.logits(h, u, lo, hi, None)
+                slope = _cap_(z, o.softcap, True)
+                z.sub_(lse[:, None]).exp_()
+                z *= factor[:, None]
+            if o.label_smoothing:
+                z -= (o.label_smoothing / vocab) * up[:, None]
+            inside = (y >= lo) & (y < hi)
+            hit = torch.where(inside, -(1 - o.label_smoothing) * up, 0.0)
+            z.scatter_add_(1, (y - lo).clamp(0, hi - lo - 1)[:, None], hit[:, None])
+            if slope is not None:
+                z *= slope
+            self.backward(z, h, dh, u, du, lo, hi)
+        if du is not None:
+            if g.lora_a is not None:
+                g.lora_a.addmm_(du.t(), h.to(acc))
+            if dh is not None and p.lora_a is not None:
+                dh.addmm_(du, p.lora_a.to(acc))
+        return loss, dh
+
+
+def _cap_(z: Tensor, softcap: float | None, want_slope: bool) -> Tensor | None:
+    """Soft cap in place; returns d cap(z) / dz = 1 - tanh^2 when asked."""
+    if softcap is None:
+        return None
+    z.div_(softcap).tanh_()
+    slope = torch.square(z).neg_().add_(1) if want_slope else None
+    z.mul_(softcap)
+    return slope
+
+
+@dataclass(frozen=True)
+class _Parts:
+    hidden: Tensor
+    weight: Weight
+    bias: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
+
+
+def _ranges(total: int, step: int) -> list[tuple[int, int]]:
+    return [(lo, min(lo + step, total)) for lo in range(0, total, step)]
+
+
+def _walk(parts: _Parts, labels: Tensor, weights: Tensor | None, grads: _Grads, options: _Options) -> Tensor:
+    """Loss of every token [tokens]; fills the gradient buffers of ``grads``."""
+    hidden = parts.hidden
+    acc = torch.promote_types(hidden.dtype, torch.float32)
+    n_tokens, vocab = hidden.shape[0], int(parts.weight.shape[0])
+    losses = hidden.new_zeros(n_tokens, dtype=acc)
+    keep = labels != options.ignore_index
+    # Planning without memory cannot look at labels: it counts every token, the upper bound.
+    fake = isinstance(hidden, FakeTensor) or isinstance(labels, FakeTensor)
+    if not fake and bool((keep & ((labels < 0) | (labels >= vocab))).any()):
+        raise IndexError(f"labels must be {options.ignore_index} or in [0, {vocab}); got {int(labels.min())} to "
+                         f"{int(labels.max())}")  # fmt: skip
+    picked = None if fake or bool(keep.all()) else keep.nonzero()[:, 0]
+    n_kept = n_tokens if picked is None else picked.shape[0]
+    chunk = _Chunk(parts, grads, options)
+    step = options.chunk_tokens
+    whole_vocab = options.chunk_vocab >= vocab
+    buffer = hidden.new_empty(min(step, n_kept), vocab, dtype=acc) if whole_vocab and n_kept else None
+    for lo, hi in _ranges(n_kept, step):
+        index: Any = slice(lo, hi) if picked is None else picked[lo:hi]
+        h, y = hidden[index], labels[index]
+        w = None if weights is None else weights[index].to(acc)
+        if fake:
+            y = y.clamp(min=0)
+        loss, dh = chunk.run(h, y, w, None if buffer is None else buffer[: hi - lo])
+        losses[index] = loss
+        if grads.hidden is not None and dh is not None:
+            grads.hidden[index] = dh.to(hidden.dtype)
+    return losses
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor | None, quantised: Any, labels: Tensor, bias: Tensor | None,
+                lora_a: Tensor | None, lora_b: Tensor | None, weights: Tensor | None, options: _Options,
+                per_token: bool) -> Tensor:  # fmt: skip
+        parts = _Parts(hidden, quantised if weight is None else weight, bias, lora_a, lora_b)
+        needs = ctx.needs_input_grad
+        ctx.options, ctx.per_token, ctx.quantised = options, per_token, quantised
+        grads = _Grads() if per_token else _buffers(parts, needs)
+        losses = _walk(parts, labels, weights, grads, options)
+        if per_token:
+            ctx.save_for_backward(hidden, weight, labels, bias, lora_a, lora_b, weights)
+            return losses
+        ctx.save_for_backward(grads.hidden, grads.weight, grads.bias, grads.lora_a, grads.lora_b)
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (hidden, weight, bias, lora_a, lora_b))
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (upstream,) = outputs
+        if ctx.per_token:
+            hidden, weight, labels, bias, lora_a, lora_b, weights = ctx.saved_tensors
+            parts = _Parts(hidden, ctx.quantised if weight is None else weight, bias, lora_a, lora_b)
+            grads = _buffers(parts, ctx.needs_input_grad)
+            scaled = upstream if weights is None else upstream * weights
+            _walk(parts, labels, scaled, grads, ctx.options)
+            found = (grads.hidden, grads.weight, grads.bias, grads.lora_a, grads.lora_b)
+            sources = (hidden, weight, bias, lora_a, lora_b)
+            out = [None if g is None else g.to(s.dtype) for g, s in zip(found, sources, strict=True)]
+        else:
+            out = [
+                None if g is None else (g * upstream).to(d)
+                for g, d in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            ]
+        d_hidden, d_weight, d_bias, d_a, d_b = out
+        return d_hidden, d_weight, None, None, d_bias, d_a, d_b, None, None, None
+
+
+def _buffers(parts: _Parts, needs: tuple[bool, ...]) -> _Grads:
+    acc = torch.promote_types(parts.hidden.dtype, torch.float32)
+
+    def zeros(t: Any, wanted: bool, dtype: torch.dtype = acc) -> Tensor | None:
+        return torch.zeros_like(t, dtype=dtype) if wanted and isinstance(t, Tensor) else None
+
+    return _Grads(
+        hidden=zeros(parts.hidden, needs[0], parts.hidden.dtype),
+        weight=zeros(parts.weight, needs[1]),
+        bias=zeros(parts.bias, needs[4]),
+        lora_a=zeros(parts.lora_a, needs[5]),
+        lora_b=zeros(parts.lora_b, needs[6]),
+    )
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Weight,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weights: Tensor | None = None,
+    lora: tuple[Tensor, Tensor, float] | None = None,
+    chunk_tokens: int | None = None,
+    chunk_vocab: int | None = None,
+    reduction: Reduction = "sum",
+    count: Tensor | float | None = None,
+) -> Tensor:
+    """Cross-entropy of ``hidden [tokens, hidden_size]`` times head ``weight [vocab, hidden_size]``.
+
+    ``labels [tokens]`` int64 are already shifted: the label of row t is the token that row t predicts. ``weight`` is
+    dense (frozen or trained) or quantised (frozen). ``lora`` is (A [r, hidden_size], B [vocab, r], scale) on the head.
+    ``token_weights [tokens]`` multiply each token's loss and get no gradient. ``chunk_tokens`` and ``chunk_vocab`` bound
+    a chunk of logits; unset, a chunk of logits is about 32 MB. ``mean`` divides by ``count``, or by the number of labels
+    that are not ignored (0/0 is 0). Returns fp32 (fp64 for fp64 input): a scalar, or [tokens] for ``none``.
+    """
+    if hidden.dim() != 2 or labels.dim() != 1 or hidden.shape[0] != labels.shape[0]:
+        raise ValueError(f"hidden [tokens, hidden_size] and labels [tokens] expected, got {tuple(hidden.shape)} and "
+                         f"{tuple(labels.shape)}")  # fmt: skip
+    vocab = int(weight.shape[0])
+    n_buffers = 2 if softcap is not None else 1  # the cap's slope is a second buffer
+    if chunk_vocab is None:
+        # Tiling the vocabulary computes logits twice: only where a few tokens alone would overflow the chunk.
+        chunk_vocab = max(1, min(vocab, CHUNK_BYTES // (4 * n_buffers * MIN_CHUNK_TOKENS // 2)))
+    if chunk_tokens is None:
+        chunk_tokens = max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (4 * n_buffers * min(vocab, chunk_vocab)))
+    dense = weight if isinstance(weight, Tensor) else None
+    if dense is None and chunk_vocab < vocab:
+        ranges = list(row_blocks(weight, hidden.dtype))
+        chunk_vocab = min(chunk_vocab, ranges[0][1])
+    a, b, scale = (None, None, 1.0) if lora is None else lora
+    options = _Options(
+        ignore_index, logit_scale, softcap, label_smoothing, z_loss, scale, max(1, chunk_tokens), max(1, chunk_vocab)
+    )
+    loss: Tensor = _LinearCrossEntropy.apply(
+        hidden, dense, weight if dense is None else None, labels, bias, a, b, token_weights, options,
+        reduction == "none",
+    )  # fmt: skip
+    if reduction != "mean":
+        return loss
+    return loss / ((labels != ignore_index).sum().clamp(min=1) if count is None else count)

@@ -1,0 +1,73 @@
+"""Weights as the operations see them: dense tensors, or quantised ones that hand out blocks of dense rows.
+
+An operation never asks for a whole dequantised matrix: it walks over blocks of rows (`row_blocks`), and a block of
+`BLOCK_BYTES` at most exists at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = 16 * 2**20  # dense bytes of one block of dequantised rows: amortises the call, far below a layer's matrix
+
+
+@runtime_checkable
+class QuantisedWeight(Protocol):
+    """A [rows, columns] matrix stored in fewer bits. `frugal.quant.nf4` supplies one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def dequantize_rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Rows ``start`` to ``stop`` as a dense [stop - start, columns] tensor of ``dtype``."""
+        ...
+
+
+Weight: TypeAlias = Tensor | QuantisedWeight
+
+
+def is_dense(weight: Weight) -> bool:
+    """Whether the weight is an ordinary tensor."""
+    return isinstance(weight, Tensor)
+
+
+def rows(weight: Weight, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """Rows ``start`` to ``stop`` in ``dtype``: a view when nothing has to be converted."""
+    if isinstance(weight, Tensor):
+        return weight[start:stop].to(dtype)
+    return weight.dequantize_rows(start, stop, dtype)
+
+
+def row_blocks(
+    weight: Weight, dtype: torch.dtype, block_rows: int | None = None
+) -> Iterator[tuple[int, int]]:
+    """Row ranges that cover the weight. One range when it is dense and already in ``dtype``: no copy is made then."""
+    n_rows, n_columns = int(weight.shape[0]), int(weight.shape[1])
+    if block_rows is None:
+        if isinstance(weight, Tensor) and weight.dtype == dtype:
+            block_rows = n_rows
+        else:
+            # A multiple of 64 rows keeps NF4 blocks of 64 whole whatever the number of columns.
+            block_rows = max(64, BLOCK_BYTES // max(1, n_columns * dtype.itemsize) // 64 * 64)
+    for start in range(0, n_rows, max(1, block_rows)):
+        yield start, min(start + max(1, block_rows), n_rows)
+
+
+def matmul_t(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
+    """x [tokens, columns] times weight^T: [tokens, rows], block of rows by block of rows, in x's dtype. No autograd."""
+    if out is None:
+        out = x.new_empty(x.shape[0], int(weight.shape[0]))
+    for start, stop in row_blocks(weight, x.dtype):
+        torch.mm(x, rows(weight, start, stop, x.dtype).t(), out=out[:, start:stop])
+    return out
+
+
+def matmul_add_(out: Tensor, grad: Tensor, weight: Weight) -> Tensor:
+    """out [tokens, columns] += grad [tokens, rows] times weight, in place, block by block. No autograd."""
+    for start, stop in row_blocks(weight, grad.dtype):
+        out.addmm_(grad[:, start:stop], rows(weight, start, stop, grad.dtype))
+    return out
