@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from frugal.config import checks, coerce
-from frugal.config.foreign import explain_unknown
+from frugal.config.foreign import explain_unknown, leaves
 from frugal.config.models import Config, SourceSection
 from frugal.config.yaml import Document, Fault, Path, Plain, YamlError, is_null, parse, show_path
 from frugal.errors import ConfigError
@@ -120,7 +120,9 @@ class _Loader:
             key, equals, value = text.partition("=")
             key = key.strip().removeprefix("--")
             if not equals or not key:
-                self.faults.append(Fault((), "an override is written key.sub=value", f"override {text!r}"))
+                known = ", ".join(f"{place}=VALUE" for place in leaves().get(key, []) if "." in place)
+                wanted = f"write {known}" if known else "neither an option nor key.sub=value"
+                self.faults.append(Fault((), wanted, f"override {text!r}"))
                 continue
             if seen.setdefault(key, value) != value:
                 self.faults.append(Fault((key,), "given twice with different values; keep one", f"override {text!r}"))

