@@ -109,8 +109,8 @@ class NF4Linear(nn.Linear):
     """A frozen linear layer whose weight is NF4. `nn.Linear` in name and sizes, so PEFT injects into it as it is.
 
     ``weight`` holds the packed codes and ``absmax`` the scales: both frozen Parameters whose dim 0 is the output row
-    (where in_features is a multiple of 64), so that FSDP2 shards them without touching a bit. The nested scales, 4 bytes
-    for 16384 weights, are buffers. The dense matrix exists only inside forward and backward.
+    (where in_features is a multiple of 64), so that FSDP2 shards them without touching a bit. The nested scales, 4
+    bytes for 16384 weights, are buffers. The dense matrix exists only inside forward and backward.
     """
 
     absmax: nn.Parameter
