@@ -71,16 +71,16 @@ def test_update_is_the_published_formula() -> None:
 
 
 def assert_coded(x: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, signed: bool) -> torch.Tensor:
-    """Each byte must stand for the nearest or a neighbouring value of the map; returns what the bytes stand for.
+    """Each byte must stand for the nearest value of the map or one beside it; returns what the bytes stand for.
 
-    bitsandbytes' CPU code finds the nearest value through a coarse table and takes a neighbour for a few per cent of
+    bitsandbytes' CPU code finds the nearest value through a coarse table and takes a neighbour (at most two away) for a few per cent of
     the second moment's smallest values.
     """
     table, blocks = create_dynamic_map(signed), x.view(-1, 256)
     torch.testing.assert_close(absmax, blocks.abs().amax(1), rtol=1e-6, atol=0)
     nearest = ((blocks / absmax[:, None])[..., None] - table).abs().argmin(-1).view(-1)
     off = (nearest - codes.long()).abs()
-    assert int(off.max()) <= 1
+    assert int(off.max()) <= 2
     assert float((off > 0).float().mean()) < 0.06
     return (table[codes.long()].view(-1, 256) * absmax[:, None]).view(-1)
 
