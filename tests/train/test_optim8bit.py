@@ -71,18 +71,17 @@ def test_update_is_the_published_formula() -> None:
 
 
 def assert_coded(x: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, signed: bool) -> torch.Tensor:
-    """Each byte must stand for the nearest value of the map or one beside it; returns what the bytes stand for.
-
-    bitsandbytes' CPU code finds the nearest value through a coarse table and takes a neighbour (at most two away) for a few per cent of
-    the second moment's smallest values.
-    """
+    """What the bytes stand for, after a check against x: within half the widest step of the map (0.9 / 64 signed,
+    0.9 / 128 unsigned) of the block's maximum. Below 1e-4 of it bitsandbytes' CPU code takes a near value, not always
+    the nearest one."""
     table, blocks = create_dynamic_map(signed), x.view(-1, 256)
     torch.testing.assert_close(absmax, blocks.abs().amax(1), rtol=1e-6, atol=0)
+    decoded = table[codes.long()].view(-1, 256) * absmax[:, None]
+    error = ((decoded - blocks).abs() / absmax[:, None]).view(-1)
+    assert float(error.max()) <= 1.01 * 0.9 / (128 if signed else 256)
     nearest = ((blocks / absmax[:, None])[..., None] - table).abs().argmin(-1).view(-1)
-    off = (nearest - codes.long()).abs()
-    assert int(off.max()) <= 2
-    assert float((off > 0).float().mean()) < 0.06
-    return (table[codes.long()].view(-1, 256) * absmax[:, None]).view(-1)
+    assert float((nearest != codes.long()).float().mean()) < 0.06
+    return decoded.view(-1)
 
 
 def test_two_bytes_an_element() -> None:
