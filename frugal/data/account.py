@@ -26,6 +26,8 @@ class SourceCount:
     format: str
     """The format its rows were read as; empty when no row could be looked at."""
     weight: float = 1.0
+    roles: dict[str, str] = field(default_factory=dict)
+    """Words for roles in the file and the role each became."""
     rows_read: int = 0
     """Rows found, blank lines not counted."""
     rows_good: int = 0
@@ -140,6 +142,10 @@ class Account:
             for part, counts in self.figures.items():
                 _row(figures, [part], [counts.get(name, "") for name in names])
             yield figures
+        for source in self.sources:
+            renamed = [f"{word} → {role}" for word, role in source.roles.items() if word != role]
+            if renamed:
+                yield Text(f"roles in {source.path}: {', '.join(renamed)}")
         for note in self.notes:
             yield Text(f"note: {note}")
 

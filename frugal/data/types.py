@@ -32,9 +32,9 @@ class Example:
 
     kind: Literal["messages", "prompt_completion", "text", "preference"]
     source: str
-    """Path or id as the user wrote it, for messages."""
+    """Path or id as the user wrote it (with the file's name behind it for a folder), for messages."""
     line: int
-    """1-based line (JSONL, CSV, text) or 1-based row (JSON array, Parquet, hub)."""
+    """1-based line where the row starts (JSON, JSONL, CSV, text) or 1-based row (Parquet, hub)."""
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
     """JSON-schema tool descriptions as the template expects them."""
