@@ -141,12 +141,11 @@ def _public_name(path: str) -> str:
 
 def _settings(config: Config) -> dict[str, Any]:
     train, lora, data = config.train, config.lora, config.data
+    targets = lora.target_modules
     return {
         "quantize": config.model.quantize,
         "r / lora_alpha": f"{lora.r} / {lora.lora_alpha:g}",
-        "target_modules": lora.target_modules
-        if isinstance(lora.target_modules, str)
-        else ", ".join(lora.target_modules),
+        "target_modules": targets if isinstance(targets, str) else ", ".join(targets),
         "method": ", ".join(n for n, on in (("rsLoRA", lora.use_rslora), ("DoRA", lora.use_dora)) if on) or "LoRA",
         "learning_rate": f"{train.learning_rate:g} ({train.lr_scheduler_type})",
         "batch": f"{train.per_device_train_batch_size} x {train.gradient_accumulation_steps}",

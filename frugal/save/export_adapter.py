@@ -1,7 +1,8 @@
 """The adapter as others use it: beside its weights the tokenizer, chat template, stop ids and a model card.
 
-A tokenizer that was changed in training (added tokens, another template) travels with the adapter, and so do the ids at
-which an answer ends: a base model's own generation settings often stop at its eos alone, never at the chat's end of turn.
+A tokenizer that was changed in training (added tokens, another template) travels with the adapter, and so do the ids
+at which an answer ends: a base model's own generation settings often stop at its eos alone, not at the chat's end
+of turn.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def save_side_files(folder: Path, tokenizer: Any, *, base: Path | None = None, c
         for file in sorted(beside.iterdir()):
             if file.is_file():
                 fsync_file(file)
-                os.replace(file, folder / file.name)
+                file.replace(folder / file.name)
         template = getattr(tokenizer, "chat_template", None)
         if isinstance(template, str) and not (folder / "chat_template.jinja").is_file():
             write_text(folder / "chat_template.jinja", template)

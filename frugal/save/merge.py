@@ -176,7 +176,7 @@ def _check_base(run: RunFolder, source: BaseSource, allow_other_base: bool) -> l
 def _out_tensor(name: str, plan: WeightPlan, target: torch.dtype | None, maker: Maker) -> OutTensor:
     stored = plan.stored or plan.replaced
     assert stored is not None
-    # A tensor of its own dtype, such as a float32 router bias in a bfloat16 model, keeps it unless a dtype was asked for
+    # A tensor of its own dtype (a float32 router bias in a bfloat16 model) keeps it unless a dtype was asked for
     dtype = target if target is not None and stored.dtype.is_floating_point else stored.dtype
     return OutTensor(name, dtype, plan.shape, maker.producer(plan, dtype))
 

@@ -13,7 +13,7 @@ from math import sqrt
 
 import torch
 
-from frugal.quant.nf4 import dequantize_nf4, quantize_nf4
+from frugal.quant.nf4 import NF4Tensors, quantize_nf4
 from frugal.save.merge_io import BLOCK_BYTES, StoredTensor
 
 
@@ -54,13 +54,6 @@ class LoraUpdate:
     """Rows of the stored weight are in_features: an embedding, or a Conv1D (`fan_in_fan_out`)."""
     magnitude: StoredTensor | None = None
     """[out_features], DoRA's m"""
-
-
-def quantized_weight(weight: torch.Tensor, double_quant: bool) -> torch.Tensor:
-    """What the run computed with: ``weight`` [out, in] through NF4 and back, as fp32."""
-    packed = quantize_nf4(weight, double=double_quant)
-    del weight
-    return dequantize_nf4(packed, dtype=torch.float32)
 
 
 @dataclass(slots=True)
@@ -143,19 +136,19 @@ class Maker:
             return
         held = None
         if plan.quantized and (self.dequantized or self.measure):
-            held = quantized_weight(plan.stored.read(), self.double_quant)
+            held = quantize_nf4(plan.stored.read(), double=self.double_quant)
         base = held if self.dequantized else None
         lora = _Applied(plan.update, plan.stored, base) if plan.update is not None else None
         for start, block in plan.stored.blocks(BLOCK_BYTES // 2):
             original = block.float()
             rows = slice(start, start + original.shape[0])
-            source = base[rows] if base is not None else original
+            source = _dense(base, rows) if base is not None else original
             result = lora.rows(source, rows) if lora is not None else source
             if lora is not None:
                 self.difference.weight += _square(original)
                 self.difference.delta += _square(result - source)
             if lora is not None and held is not None:
-                error = held[rows] - original
+                error = (source if base is not None else _dense(held, rows)) - original
                 self.difference.quantization += _square(error)
                 self.difference.max_quantization = max(self.difference.max_quantization, float(error.abs().max()))
             yield start, result.clone() if result is source else result
@@ -164,7 +157,7 @@ class Maker:
 class _Applied:
     """A LoRA update with its matrices read: A [r, in], B [out, r] in fp32."""
 
-    def __init__(self, update: LoraUpdate, stored: StoredTensor, base: torch.Tensor | None) -> None:
+    def __init__(self, update: LoraUpdate, stored: StoredTensor, base: NF4Tensors | None) -> None:
         self.update = update
         self.a, self.b = update.a.read().float(), update.b.read().float()
         self.magnitude = update.magnitude.read().float().flatten() if update.magnitude is not None else None
@@ -173,7 +166,7 @@ class _Applied:
             total = torch.zeros(self.b.shape[0])
             for start, block in stored.blocks(BLOCK_BYTES // 2):
                 rows = slice(start, start + block.shape[0])
-                source = base[rows] if base is not None else block.float()
+                source = _dense(base, rows) if base is not None else block.float()
                 total += (source + self._delta(rows)).square().sum(0)
             self.norm = total.sqrt()
 
@@ -189,6 +182,10 @@ class _Applied:
         if self.norm is not None:
             return result * (self.magnitude / self.norm)
         return result * (self.magnitude[rows] / torch.linalg.norm(result, dim=1)).unsqueeze(1)
+
+
+def _dense(base: NF4Tensors, rows: slice) -> torch.Tensor:
+    return base.dequantize_rows(rows.start, rows.stop, torch.float32)
 
 
 def _overwrite(block: torch.Tensor, start: int, stop: int, rows: tuple[list[int], StoredTensor]) -> None:

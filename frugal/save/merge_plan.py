@@ -56,8 +56,8 @@ def adapter_file(folder: Path) -> Path:
         return file
     if (folder / "adapter_model.bin").is_file():
         raise CheckpointError(
-            f"{folder / 'adapter_model.bin'} is a pickle: loading it could run code, so it is refused. Convert it where "
-            "you trust it: load with PEFT, save_pretrained with safetensors."
+            f"{folder / 'adapter_model.bin'} is a pickle: loading it could run code, so it is refused. Convert it "
+            "where you trust it: load with PEFT, save_pretrained with safetensors."
         )
     raise CheckpointError(f"{folder} holds no adapter (adapter_model.safetensors). Was the run finished?")
 
@@ -114,8 +114,8 @@ def _check_kind(config: Any) -> None:
     init = str(config.init_lora_weights).lower()
     if init.startswith(("pissa", "corda", "olora", "lora_ga", "loftq")):
         raise UnsupportedError(
-            f"The adapter was saved with init_lora_weights={config.init_lora_weights}: it belongs to a changed base that "
-            "is not the one in the base's folder. Save it as plain LoRA (frugal runs do), or merge it with PEFT."
+            f"The adapter was saved with init_lora_weights={config.init_lora_weights}: it belongs to a changed base "
+            "that is not the one in the base's folder. Save it as plain LoRA (frugal runs do), or merge it with PEFT."
         )
     if getattr(config, "target_parameters", None):
         raise UnsupportedError("The adapter targets bare parameters (target_parameters); merge it with PEFT.")

@@ -62,7 +62,7 @@ class RunFolder:
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """Open a run folder, a ``checkpoint-N`` folder or an adapter folder. An unfinished run opens at its last checkpoint.
+    """Open a run folder, a ``checkpoint-N`` folder or an adapter folder; an unfinished run at its last checkpoint.
 
     Raises:
         CheckpointError: nothing there that holds an adapter; the message says what was looked for.
