@@ -1,0 +1,252 @@
+"""The training loop: rows in the plan's order, one optimizer step a window, everything else between two steps."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from accelerate import Accelerator
+from torch.optim import Optimizer
+
+from frugal.config import TrainSection
+from frugal.data import TokenDataset, collate
+from frugal.errors import FrugalError, Interrupted
+from frugal.train import ranks
+from frugal.train.evaluate import EvalResult, evaluate_rows, to_device
+from frugal.train.loss import LossModule
+from frugal.train.optim import set_rate
+from frugal.train.schedule import StepOrder, TrainPlan, split_window
+from frugal.train.signals import StopRequest
+
+if sys.platform != "win32":
+    import resource
+
+
+@dataclass
+class LoopState:
+    """What a run knows between two steps, apart from tensors. Saved with every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    tokens: int = 0
+    """Tokens read since the first step, over all ranks, padding left out."""
+    seconds: float = 0.0
+    """Time spent in steps, over all parts of a resumed run."""
+    last_loss: float | None = None
+    first_eval_loss: float | None = None
+    """Loss on the evaluation rows before the first step."""
+    eval_loss: float | None = None
+    best_eval_loss: float | None = None
+    best_step: int | None = None
+    skipped_steps: int = 0
+    """Steps that fp16 loss scaling left out because a gradient overflowed."""
+    loss_scaling: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Job:
+    """Everything that the loop works on."""
+
+    module: LossModule
+    optimizer: Optimizer
+    plan: TrainPlan
+    order: StepOrder
+    train: TrainSection
+    rows: TokenDataset
+    eval_rows: TokenDataset | None
+    pad_id: int
+    flat: bool
+    """Join the rows of a micro-batch instead of padding them; needs an attention that reads cu_seq_lens."""
+    accelerator: Accelerator
+    rate_factor: Callable[[int], float]
+    save_steps: int | None
+    loss_scaling: bool = False
+
+
+@dataclass
+class Hooks:
+    """What happens around steps; run.py supplies it."""
+
+    record: Callable[[dict[str, Any]], None]
+    """Called with every record of train_log.jsonl."""
+    save: Callable[[LoopState], None]
+    """Writes a checkpoint; called by every rank."""
+    stop: StopRequest
+
+
+def train_loop(job: Job, hooks: Hooks, state: LoopState) -> LoopState:
+    """Train from ``state.step`` to the plan's end; returns the final state.
+
+    Raises Interrupted after saving when a stop was asked for, and FrugalError when loss or gradients stop being
+    finite (the weights are then still those before that step).
+    """
+    scaler = torch.amp.GradScaler(job.accelerator.device.type, enabled=job.loss_scaling)
+    if state.loss_scaling:
+        scaler.load_state_dict(state.loss_scaling)
+    wrapped = job.accelerator.prepare_model(job.module)
+    wrapped.train()
+    if state.step == 0 and job.eval_rows is not None:
+        first = _evaluate(job)
+        state.first_eval_loss = state.eval_loss = first.loss
+        hooks.record({"step": 0, "epoch": 0.0, "eval_loss": first.loss, "eval_perplexity": first.perplexity})
+    while state.step < job.plan.total_steps:
+        record = _one_step(job, wrapped, scaler, state)
+        if job.eval_rows is not None and _due(job.train.eval_steps, state.step, job.plan):
+            record.update(_evaluate_and_compare(job, state))
+        hooks.record(record)
+        exit_code = ranks.any_rank(hooks.stop.exit_code)
+        if exit_code is not None or _due(job.save_steps, state.step, job.plan):
+            state.loss_scaling = scaler.state_dict() if job.loss_scaling else {}
+            hooks.save(state)
+        if exit_code is not None and state.step < job.plan.total_steps:
+            raise Interrupted(
+                f"stopped after step {state.step} of {job.plan.total_steps}; checkpoint-{state.step} is saved. "
+                "Go on with --resume.",
+                exit_code,
+            )
+    return state
+
+
+def _one_step(job: Job, wrapped: torch.nn.Module, scaler: torch.amp.GradScaler, state: LoopState) -> dict[str, Any]:
+    """One optimizer step. Returns its record."""
+    begun = time.perf_counter()
+    rows = job.order.rows_of(state.step)
+    # known from the data, on every rank alike: the one division of the whole window, over micro-batches and ranks
+    targets = int(job.rows.supervised[rows].sum())
+    if targets == 0:
+        raise AssertionError(f"step {state.step}: rows without targets reached the loop: {rows}")
+    rate = set_rate(job.optimizer, job.rate_factor(state.step))
+    loss = _accumulate(job, wrapped, scaler, rows, targets)
+    scaler.unscale_(job.optimizer)
+    norm = _grad_norm(job)
+    if not (math.isfinite(loss) and (math.isfinite(norm) or job.loss_scaling)):
+        job.optimizer.zero_grad(set_to_none=True)
+        raise FrugalError(
+            f"step {state.step + 1}: the loss is {loss} and the gradient norm {norm}. Training stopped before using "
+            f"them; the rows of that step are {rows[:8]}. Lower train.learning_rate, or look at these rows."
+        )
+    scale_before = scaler.get_scale()
+    scaler.step(job.optimizer)
+    scaler.update()
+    job.optimizer.zero_grad(set_to_none=True)
+    if job.loss_scaling and scaler.get_scale() < scale_before:
+        state.skipped_steps += 1
+    seconds = time.perf_counter() - begun
+    tokens = int(job.rows.lengths[rows].sum())
+    state.step += 1
+    state.tokens += tokens
+    state.seconds += seconds
+    state.last_loss = loss
+    return {
+        "step": state.step,
+        "epoch": job.plan.epoch_of(state.step),
+        "loss": loss,
+        "learning_rate": rate,
+        "grad_norm": norm,
+        "tokens": tokens,
+        "trained_tokens": targets,
+        "tokens_per_second": tokens / seconds,
+        "seconds": seconds,
+        "peak_memory_bytes": peak_memory_bytes(job.accelerator.device),
+        "rows_sha256": rows_sha256(rows),
+    }
+
+
+def _accumulate(
+    job: Job, wrapped: torch.nn.Module, scaler: torch.amp.GradScaler, rows: list[int], targets: int
+) -> float:
+    """Gradients of the window's token-mean loss; returns that loss (the same on all ranks)."""
+    world = ranks.world_size()
+    micro_batches = split_window(
+        rows, micro=job.train.per_device_train_batch_size, rank=ranks.rank(), world_size=world
+    )
+    # data parallelism averages gradients over ranks, the loss is a sum over them: x world undoes the average
+    factor = world / targets
+    device = job.accelerator.device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for index, micro in enumerate(micro_batches):
+        batch = to_device(_collate(job, micro, rows[0]), device)
+        last = index == len(micro_batches) - 1
+        # gradients are reduced once, in the backward pass of the last micro-batch
+        with _sync(job.accelerator, wrapped, last):
+            loss_sum, count = wrapped(batch)
+            scaler.scale(loss_sum * factor).backward()
+        sums += torch.stack([loss_sum.detach().double(), count.double()])
+    if world > 1:
+        torch.distributed.all_reduce(sums)
+    total, counted = float(sums[0]), int(sums[1])
+    if counted != targets:
+        raise AssertionError(f"{counted} targets reached the loss, the rows hold {targets}")
+    return total / targets
+
+
+def _sync(accelerator: Accelerator, wrapped: torch.nn.Module, last: bool) -> Any:
+    return torch.enable_grad() if last else accelerator.no_sync(wrapped)
+
+
+def _collate(job: Job, micro: list[int], spare: int) -> dict[str, torch.Tensor]:
+    """A micro-batch; an empty one becomes ``spare`` with nothing to train, which adds exactly 0 on this rank."""
+    batch = collate([job.rows[row] for row in (micro or [spare])], job.pad_id, job.flat)
+    if not micro:
+        batch["labels"] = torch.full_like(batch["labels"], -100)
+    return batch
+
+
+def _grad_norm(job: Job) -> float:
+    """Global L2 norm before clipping; clips when max_grad_norm is set."""
+    parameters = [parameter for group in job.optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if job.train.max_grad_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, job.train.max_grad_norm, norm)
+    return float(norm)
+
+
+def _due(every: int | None, step: int, plan: TrainPlan) -> bool:
+    """Every so many steps, or at the end of each epoch; always at the end of the run."""
+    return step == plan.total_steps or step % (every or plan.steps_per_epoch) == 0
+
+
+def _evaluate(job: Job) -> EvalResult:
+    assert job.eval_rows is not None
+    return evaluate_rows(
+        job.module,
+        job.eval_rows,
+        batch_size=job.train.per_device_eval_batch_size,
+        pad_id=job.pad_id,
+        flat=job.flat,
+        device=job.accelerator.device,
+        rank=ranks.rank(),
+        world_size=ranks.world_size(),
+    )
+
+
+def _evaluate_and_compare(job: Job, state: LoopState) -> dict[str, float]:
+    result = _evaluate(job)
+    state.eval_loss = result.loss
+    if state.best_eval_loss is None or result.loss < state.best_eval_loss:
+        state.best_eval_loss, state.best_step = result.loss, state.step
+    return {"eval_loss": result.loss, "eval_perplexity": result.perplexity}
+
+
+def rows_sha256(rows: list[int]) -> str:
+    """Fingerprint of which rows a step saw, in order: what resume and other world sizes must not change."""
+    return hashlib.sha256(np.asarray(rows, dtype="<i8").tobytes()).hexdigest()[:16]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak of the CUDA allocator since the run began, or of this process's resident memory on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -1,0 +1,114 @@
+"""How many steps a run has, which rows each step sees, and the learning rate of each step.
+
+All three are pure functions of the step number, so a resumed run needs nothing but that number: there is no sampler
+state and no scheduler state to restore.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import get_scheduler
+
+from frugal.config import TrainSection
+from frugal.data import step_batches
+from frugal.errors import DataError
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """The sizes of one run. Saved with every checkpoint and compared on resume."""
+
+    rows: int
+    """Training rows of an epoch."""
+    global_batch: int
+    """Rows of one optimizer step: per_device_train_batch_size x gradient_accumulation_steps x processes."""
+    steps_per_epoch: int
+    total_steps: int
+    warmup_steps: int
+
+    def epoch_of(self, step: int) -> float:
+        """Epochs done after ``step`` steps."""
+        return step / self.steps_per_epoch
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        return asdict(self)
+
+
+def make_plan(train: TrainSection, *, rows: int, world_size: int) -> TrainPlan:
+    """Sizes of a run over ``rows`` rows on ``world_size`` processes; `max_steps` wins over `num_train_epochs`."""
+    if rows < 1:
+        raise DataError("there are no training rows. Check data.train, and data.eval_split, which takes rows away.")
+    global_batch = train.per_device_train_batch_size * train.gradient_accumulation_steps * world_size
+    steps_per_epoch = math.ceil(rows / global_batch)
+    # 1e-9: 0.1 epochs of 10 steps is 1 step, not the 2 that ceil(1.0000000000000002) would give
+    total = train.max_steps or max(1, math.ceil(train.num_train_epochs * steps_per_epoch - 1e-9))
+    warmup = train.warmup_steps if train.warmup_steps is not None else math.ceil(train.warmup_ratio * total - 1e-9)
+    if train.lr_scheduler_type == "constant":
+        warmup = 0
+    return TrainPlan(rows, global_batch, steps_per_epoch, total, min(warmup, total))
+
+
+class StepOrder:
+    """Row ids of every step. Holds one epoch at a time; depends on nothing but its arguments."""
+
+    def __init__(self, lengths: np.ndarray, plan: TrainPlan, *, seed: int, group_by_length: bool) -> None:
+        """``lengths`` int64 [rows]: tokens of each row."""
+        self._lengths = lengths
+        self._plan = plan
+        self._seed = seed
+        self._group_by_length = group_by_length
+        self._epoch = -1
+        self._batches: list[np.ndarray] = []
+
+    def rows_of(self, step: int) -> list[int]:
+        """Row ids of step number ``step`` (0-based), at most `global_batch` of them, the same for any world size."""
+        epoch, index = divmod(step, self._plan.steps_per_epoch)
+        if epoch != self._epoch:
+            self._batches = step_batches(
+                self._lengths,
+                seed=self._seed,
+                epoch=epoch,
+                global_batch=self._plan.global_batch,
+                group_by_length=self._group_by_length,
+            )
+            self._epoch = epoch
+            if len(self._batches) != self._plan.steps_per_epoch:
+                raise AssertionError(f"epoch {epoch} has {len(self._batches)} steps, not {self._plan.steps_per_epoch}")
+        return [int(row) for row in self._batches[index]]
+
+
+def split_window(rows: list[int], *, micro: int, rank: int, world_size: int) -> list[list[int]]:
+    """This rank's micro-batches of one window.
+
+    Every rank gets the same number of micro-batches, because data parallelism needs all of them in the backward pass;
+    a rank that has no row left in the last one gets an empty list there.
+    """
+    stride = micro * world_size
+    count = max(1, math.ceil(len(rows) / stride))
+    starts = [index * stride + rank * micro for index in range(count)]
+    return [rows[start : start + micro] for start in starts]
+
+
+def rate_factor(train: TrainSection, plan: TrainPlan) -> Callable[[int], float]:
+    """Factor on the learning rate for step number ``step`` (0-based), by transformers' schedule of that name.
+
+    Past the end the factor stays what it was at the end: the cosine alone would climb again.
+    """
+    specific = {"min_lr_rate": train.min_lr_ratio} if train.lr_scheduler_type == "cosine_with_min_lr" else None
+    carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = get_scheduler(
+        train.lr_scheduler_type,
+        carrier,
+        num_warmup_steps=plan.warmup_steps,
+        num_training_steps=plan.total_steps,
+        scheduler_specific_kwargs=specific,
+    )
+    raw = scheduler.lr_lambdas[0]
+    return lambda step: float(raw(min(step, plan.total_steps)))
