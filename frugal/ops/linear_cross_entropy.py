@@ -46,12 +46,12 @@ class _Grads:
     hidden: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
-    lora_a: Tensor | None = None
+    u: Tensor | None = None
     lora_b: Tensor | None = None
 
     @property
     def wanted(self) -> bool:
-        return any(g is not None for g in (self.hidden, self.weight, self.bias, self.lora_a, self.lora_b))
+        return any(g is not None for g in (self.hidden, self.weight, self.bias, self.u, self.lora_b))
 
 
 def linear_cross_entropy_reference(
@@ -103,7 +103,6 @@ class _Chunk:
     def __init__(self, parts: _Parts, grads: _Grads, options: _Options) -> None:
         self.parts, self.grads, self.options = parts, grads, options
         self.acc = torch.promote_types(parts.hidden.dtype, torch.float32)
-        self.inside = parts.lora_a is not None
 
     def logits(self, h: Tensor, u: Tensor | None, lo: int, hi: int, buffer: Tensor | None) -> Tensor:
         """z before the soft cap for vocabulary rows lo..hi: [chunk, hi - lo], fp32 (fp64 for fp64 input)."""
@@ -147,12 +146,12 @@ class _Chunk:
                 block = rows(p.weight, lo, hi, h.dtype)
                 dh += torch.mm(narrow, block)
 
-    def run(self, h: Tensor, y: Tensor, w: Tensor | None, buffer: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Loss of each token [chunk] and, if asked for, the gradient of h in fp32 (LoRA's part included)."""
+    def run(self, h: Tensor, u: Tensor | None, y: Tensor, w: Tensor | None,
+            buffer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """Loss of each token [chunk] and, if asked for, the gradients of h and u in fp32."""
         p, g, o, acc = self.parts, self.grads, self.options, self.acc
         vocab = int(p.weight.shape[0])
         blocks = list(_ranges(vocab, o.chunk_vocab))
-        u = h.to(acc) @ p.lora_a.to(acc).t() if p.lora_a is not None else None
         whole = len(blocks) == 1
         # First walk over the vocabulary: log-sum-exp, the target's logit, and the mean for label smoothing.
         highest = h.new_full((h.shape[0],), -torch.inf, dtype=acc)
@@ -182,11 +181,10 @@ class _Chunk:
         if w is not None:
             loss = loss * w
         if not g.wanted:
-            return loss, None
+            return loss, None, None
         # Second walk: probabilities to gradients. With one block the exponentials are still in the buffer.
         dh = torch.zeros_like(h, dtype=acc) if g.hidden is not None else None
-        need_du = u is not None and (g.hidden is not None or g.lora_a is not None)
-        du = torch.zeros_like(u) if need_du and u is not None else None
+        du = torch.zeros_like(u) if u is not None and g.u is not None else None
         up = torch.ones_like(lse) if w is None else w
         factor = up if not o.z_loss else up * (1 + 2 * o.z_loss * lse)
         for lo, hi in blocks:
@@ -205,12 +203,7 @@ class _Chunk:
             if slope is not None:
                 z *= slope
             self.backward(z, h, dh, u, du, lo, hi)
-        if du is not None:
-            if g.lora_a is not None:
-                g.lora_a.addmm_(du.t(), h.to(acc))
-            if dh is not None and p.lora_a is not None:
-                dh.addmm_(du, p.lora_a.to(acc))
-        return loss, dh
+        return loss, dh, du
 
 
 def _cap_(z: Tensor, softcap: float | None, want_slope: bool) -> Tensor | None:
@@ -228,7 +221,7 @@ class _Parts:
     hidden: Tensor
     weight: Weight
     bias: Tensor | None
-    lora_a: Tensor | None
+    u: Tensor | None
     lora_b: Tensor | None
 
 
@@ -260,28 +253,31 @@ def _walk(parts: _Parts, labels: Tensor, weights: Tensor | None, grads: _Grads, 
         w = None if weights is None else weights[index].to(acc)
         if fake:
             y = y.clamp(min=0)
-        loss, dh = chunk.run(h, y, w, None if buffer is None else buffer[: hi - lo])
+        u = None if parts.u is None else parts.u[index]
+        loss, dh, du = chunk.run(h, u, y, w, None if buffer is None else buffer[: hi - lo])
         losses[index] = loss
         if grads.hidden is not None and dh is not None:
             grads.hidden[index] = dh.to(hidden.dtype)
+        if grads.u is not None and du is not None:
+            grads.u[index] = du
     return losses
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor | None, quantised: Any, labels: Tensor, bias: Tensor | None,
-                lora_a: Tensor | None, lora_b: Tensor | None, weights: Tensor | None, options: _Options,
+                u: Tensor | None, lora_b: Tensor | None, weights: Tensor | None, options: _Options,
                 per_token: bool) -> Tensor:  # fmt: skip
-        parts = _Parts(hidden, quantised if weight is None else weight, bias, lora_a, lora_b)
+        parts = _Parts(hidden, quantised if weight is None else weight, bias, u, lora_b)
         needs = ctx.needs_input_grad
         ctx.options, ctx.per_token, ctx.quantised = options, per_token, quantised
         grads = _Grads() if per_token else _buffers(parts, needs)
         losses = _walk(parts, labels, weights, grads, options)
         if per_token:
-            ctx.save_for_backward(hidden, weight, labels, bias, lora_a, lora_b, weights)
+            ctx.save_for_backward(hidden, weight, labels, bias, u, lora_b, weights)
             return losses
-        ctx.save_for_backward(grads.hidden, grads.weight, grads.bias, grads.lora_a, grads.lora_b)
-        ctx.dtypes = tuple(None if t is None else t.dtype for t in (hidden, weight, bias, lora_a, lora_b))
+        ctx.save_for_backward(grads.hidden, grads.weight, grads.bias, grads.u, grads.lora_b)
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (hidden, weight, bias, u, lora_b))
         return losses.sum()
 
     @staticmethod
@@ -289,21 +285,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         (upstream,) = outputs
         if ctx.per_token:
-            hidden, weight, labels, bias, lora_a, lora_b, weights = ctx.saved_tensors
-            parts = _Parts(hidden, ctx.quantised if weight is None else weight, bias, lora_a, lora_b)
+            hidden, weight, labels, bias, u, lora_b, weights = ctx.saved_tensors
+            parts = _Parts(hidden, ctx.quantised if weight is None else weight, bias, u, lora_b)
             grads = _buffers(parts, ctx.needs_input_grad)
             scaled = upstream if weights is None else upstream * weights
             _walk(parts, labels, scaled, grads, ctx.options)
-            found = (grads.hidden, grads.weight, grads.bias, grads.lora_a, grads.lora_b)
-            sources = (hidden, weight, bias, lora_a, lora_b)
+            found = (grads.hidden, grads.weight, grads.bias, grads.u, grads.lora_b)
+            sources = (hidden, weight, bias, u, lora_b)
             out = [None if g is None else g.to(s.dtype) for g, s in zip(found, sources, strict=True)]
         else:
             out = [
                 None if g is None else (g * upstream).to(d)
                 for g, d in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
             ]
-        d_hidden, d_weight, d_bias, d_a, d_b = out
-        return d_hidden, d_weight, None, None, d_bias, d_a, d_b, None, None, None
+        d_hidden, d_weight, d_bias, d_u, d_b = out
+        return d_hidden, d_weight, None, None, d_bias, d_u, d_b, None, None, None
 
 
 def _buffers(parts: _Parts, needs: tuple[bool, ...]) -> _Grads:
@@ -316,7 +312,7 @@ def _buffers(parts: _Parts, needs: tuple[bool, ...]) -> _Grads:
         hidden=zeros(parts.hidden, needs[0], parts.hidden.dtype),
         weight=zeros(parts.weight, needs[1]),
         bias=zeros(parts.bias, needs[4]),
-        lora_a=zeros(parts.lora_a, needs[5]),
+        u=zeros(parts.u, needs[5]),
         lora_b=zeros(parts.lora_b, needs[6]),
     )
 
@@ -334,6 +330,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     token_weights: Tensor | None = None,
     lora: tuple[Tensor, Tensor, float] | None = None,
+    lora_input: Tensor | None = None,
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
     reduction: Reduction = "sum",
@@ -342,7 +339,8 @@ def linear_cross_entropy(
     """Cross-entropy of ``hidden [tokens, hidden_size]`` times head ``weight [vocab, hidden_size]``.
 
     ``labels [tokens]`` int64 are already shifted: the label of row t is the token that row t predicts. ``weight`` is
-    dense (frozen or trained) or quantised (frozen). ``lora`` is (A [r, hidden_size], B [vocab, r], scale) on the head.
+    dense (frozen or trained) or quantised (frozen). ``lora`` is (A [r, hidden_size], B [vocab, r], scale) on the head, and
+    ``lora_input [tokens, hidden_size]`` what A reads instead of ``hidden`` (after dropout).
     ``token_weights [tokens]`` multiply each token's loss and get no gradient. ``chunk_tokens`` and ``chunk_vocab`` bound
     a chunk of logits; unset, a chunk of logits is about 32 MB. ``mean`` divides by ``count``, or by the number of labels
     that are not ignored (0/0 is 0). Returns fp32 (fp64 for fp64 input): a scalar, or [tokens] for ``none``.
@@ -361,12 +359,17 @@ def linear_cross_entropy(
     if dense is None and chunk_vocab < vocab:
         ranges = list(row_blocks(weight, hidden.dtype))
         chunk_vocab = min(chunk_vocab, ranges[0][1])
-    a, b, scale = (None, None, 1.0) if lora is None else lora
+    u, b, scale = None, None, 1.0
+    if lora is not None:
+        # [tokens, r] is small: autograd keeps it and takes care of A (and of a dropout before it).
+        a, b, scale = lora
+        acc = torch.promote_types(hidden.dtype, torch.float32)
+        u = F.linear((hidden if lora_input is None else lora_input).to(acc), a.to(acc))
     options = _Options(
         ignore_index, logit_scale, softcap, label_smoothing, z_loss, scale, max(1, chunk_tokens), max(1, chunk_vocab)
     )
     loss: Tensor = _LinearCrossEntropy.apply(
-        hidden, dense, weight if dense is None else None, labels, bias, a, b, token_weights, options,
+        hidden, dense, weight if dense is None else None, labels, bias, u, b, token_weights, options,
         reduction == "none",
     )  # fmt: skip
     if reduction != "mean":

@@ -105,6 +105,19 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(fn, leaves)
 
 
+def test_lora_reads_an_input_of_its_own():
+    x = _inputs()
+    h, a, b = (x[n].clone().requires_grad_() for n in ("hidden", "a", "b"))
+    mask = (torch.rand(7, 10, generator=torch.Generator().manual_seed(1)) > 0.5).double() * 2
+    loss = linear_cross_entropy(h, x["weight"], x["labels"], lora=(a, b, 0.7), lora_input=h * mask, chunk_tokens=2)
+    got = torch.autograd.grad(loss, (h, a, b))
+    logits = h @ x["weight"].t() + 0.7 * ((h * mask) @ a.t()) @ b.t()
+    want = torch.nn.functional.cross_entropy(logits, x["labels"], reduction="sum")
+    torch.testing.assert_close(loss, want)
+    for g, w in zip(got, torch.autograd.grad(want, (h, a, b)), strict=True):
+        torch.testing.assert_close(g, w)
+
+
 def test_mean_by_a_given_count_and_all_masked():
     x = _inputs()
     loss, _ = _run(linear_cross_entropy, x, ["hidden"], reduction="mean", count=11)

@@ -1,0 +1,232 @@
+"""frugal's attention for transformers models, registered under the name "frugal" through the library's own interface.
+
+`register` adds two functions: one that computes attention (`frugal.ops.attention`) and one that would build the mask.
+Ours builds none for training: causality, a window and documents are arguments of the operation, and padding at the end
+of a row needs no mask. What the operation cannot honour (padding at the left, other patterns) is refused with the way out,
+never dropped. Decoding with a cache needs a [1, keys] mask and is handed to scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from frugal.errors import UnsupportedError
+from frugal.ops import attention
+
+NAME = "frugal"
+_WAY_OUT = "set attn_implementation to 'sdpa' for this model"
+
+
+@dataclass(frozen=True)
+class MaskInfo:
+    """What the operation must know besides causality. Takes the place of a mask on its way through the model."""
+
+    cu_seqlens: tuple[int, ...] | None
+    """Document offsets in the batch read row after row, found from restarting position_ids; None: one document a row."""
+    window: int | None
+    """Sliding window of this mask, the token itself counted."""
+
+
+def register() -> str:
+    """Make "frugal" known to transformers and return that name. Doing it again changes nothing."""
+    AttentionInterface.register(NAME, frugal_attention_forward)
+    AttentionMaskInterface.register(NAME, frugal_mask)
+    return NAME
+
+
+def frugal_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | MaskInfo | None:
+    """transformers' mask interface. None: plain causal rows. `MaskInfo`: documents or a window. A tensor only while decoding.
+
+    Raises `UnsupportedError` for padding at the left of a row and for patterns that are not causal documents.
+    """
+    if kwargs.get("allow_is_bidirectional_skip"):
+        raise UnsupportedError(f"frugal attention is causal, this model asks for a bidirectional mask: {_WAY_OUT}")
+    if q_length != kv_length:
+        return sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
+            local_size=local_size, use_vmap=use_vmap, device=device,
+        )  # fmt: skip
+    if use_vmap:
+        raise UnsupportedError(f"this model adds its own pattern to the attention mask: {_WAY_OUT}")
+    _refuse_left_padding(attention_mask)
+    offsets = None
+    if not allow_is_causal_skip and mask_function is not None:
+        offsets = _document_offsets(mask_function, batch_size, q_length, device)
+    if offsets is None and local_size is None:
+        return None
+    return MaskInfo(offsets, local_size)
+
+
+def _refuse_left_padding(attention_mask: Tensor | None) -> None:
+    """A row's real tokens must come first: under causality padding behind them changes nothing."""
+    if attention_mask is None or isinstance(attention_mask, FakeTensor) or attention_mask.shape[-1] < 2:
+        return
+    mask = attention_mask.bool()
+    starts_late = (mask[:, 1:] & ~mask[:, :-1]).any(-1)
+    if bool(starts_late.any()):
+        row = int(starts_late.nonzero()[0, 0])
+        raise UnsupportedError(
+            f"row {row} of the batch has padding before or between its tokens; frugal attention takes padding at the end "
+            f"only. Set padding_side='right', or {_WAY_OUT} (batched generation pads at the left)"
+        )
+
+
+def _document_offsets(
+    mask_function: Callable[..., Tensor], batch: int, tokens: int, device: torch.device | str
+) -> tuple[int, ...] | None:
+    """Documents of a causal mask: it shows token i its predecessor i - 1 unless a document starts at i."""
+    rows = torch.arange(batch, device=device)[:, None]
+    head = torch.zeros((), dtype=torch.int64, device=device)
+    i = torch.arange(1, tokens, device=device)[None, :]
+    if tokens < 2 or isinstance(i, FakeTensor):
+        return None
+    sees_next = mask_function(rows, head, i - 1, i)
+    if bool(sees_next.any()):
+        raise UnsupportedError(f"this model lets tokens see later ones (a bidirectional block): {_WAY_OUT}")
+    sees_previous = mask_function(rows, head, i, i - 1).expand(batch, tokens - 1)
+    if bool(sees_previous.all()):
+        return None
+    starts = (~sees_previous).nonzero()
+    first = [int(row) * tokens + int(column) + 1 for row, column in starts.tolist()]
+    return tuple(sorted({*first, *range(0, batch * tokens + 1, tokens)}))
+
+
+def frugal_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | MaskInfo | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [B, Hq, S, D], key and value [B, Hkv, S, D] -> [B, S, Hq, D].
+
+    ``cu_seq_lens_q`` [documents + 1] int32 are the packed batch's offsets, the keyword of transformers' flash attention.
+    """
+    if dropout > 0:
+        raise UnsupportedError(f"attention_dropout={dropout} is not supported by frugal attention: set it to 0 in the "
+                               f"model's config, or {_WAY_OUT}")  # fmt: skip
+    if s_aux is not None or position_bias is not None:
+        name = "attention sinks" if s_aux is not None else "a position bias"
+        raise UnsupportedError(f"frugal attention has no {name}: set attn_implementation to 'eager' for this model")
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError("attention weights are never built: set attn_implementation to 'eager' to see them")
+    if isinstance(attention_mask, Tensor):
+        return _masked(query, key, value, attention_mask, scaling, softcap).transpose(1, 2).contiguous(), None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if query.shape[2] != key.shape[2]:
+        raise UnsupportedError(f"{query.shape[2]} queries against {key.shape[2]} keys without a mask: {_WAY_OUT}")
+    cu_seqlens: Any = cu_seq_lens_q
+    window = sliding_window
+    if attention_mask is not None:
+        cu_seqlens = attention_mask.cu_seqlens if cu_seqlens is None else cu_seqlens
+        # A layer that names no window but was given a windowed mask means the mask's window.
+        window = attention_mask.window if window is None else window
+    if value.shape[-1] != query.shape[-1]:  # latent attention: values narrower than keys
+        padded = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
+        out = attention(query, key, padded, cu_seqlens=cu_seqlens, scale=scaling, window=window, softcap=softcap,
+                        causal=causal)[..., : value.shape[-1]]  # fmt: skip
+    else:
+        out = attention(query, key, value, cu_seqlens=cu_seqlens, scale=scaling, window=window, softcap=softcap,
+                        causal=causal)  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _masked(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, softcap: float | None
+) -> Tensor:
+    """Attention under an explicit [B, 1, q, k] boolean or additive mask: decoding, and masks made by the caller."""
+    groups = query.shape[1] // key.shape[1]
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=groups > 1)
+    key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    scores = torch.matmul(query, key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return torch.matmul(scores.softmax(-1, dtype=torch.float32).to(query.dtype), value)
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """Which attention a model runs with, and why."""
+
+    name: str
+    reason: str
+
+
+def use_attention(model: Any) -> AttentionChoice:
+    """Switch a loaded transformers model to frugal attention where that is exact; else leave it and say why.
+
+    Left alone: models whose attention does not go through `AttentionInterface`, attention sinks, dropout in attention,
+    and anything whose logits on a tiny random packed batch differ from the stock ones (1e-3 relative in 16 bits, 1e-4 in fp32).
+    """
+    before = model.config._attn_implementation
+    register()
+    if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
+        return AttentionChoice(before, "the model does not use transformers' AttentionInterface")
+    dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
+    if dropout:
+        return AttentionChoice(before, f"attention_dropout={dropout}")
+    want = _probe(model)
+    model.set_attn_implementation(NAME)
+    try:
+        got = _probe(model)
+        largest = float(want.abs().max())
+        error = float((got - want).abs().max())
+        tolerance = (1e-4 if next(model.parameters()).dtype == torch.float32 else 3e-2) * max(largest, 1e-6)
+        failure = None if error <= tolerance else f"logits differ by {error:.2g} (largest {largest:.2g})"
+    except UnsupportedError as refusal:
+        failure = str(refusal)
+    if failure is None:
+        return AttentionChoice(NAME, f"logits equal to {before}'s on a random batch (largest difference {error:.1g})")
+    model.set_attn_implementation(before)
+    return AttentionChoice(before, failure)
+
+
+@torch.no_grad()
+def _probe(model: Any) -> Tensor:
+    """Logits of two short rows, the second with padding at its end (left out of the result), in fp32."""
+    device = model.get_input_embeddings().weight.device
+    vocab = model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab, (2, 13), generator=generator).to(device)
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    was_training = model.training
+    model.eval()
+    try:
+        logits: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+    finally:
+        model.train(was_training)
+    return torch.cat([logits[0], logits[1, :9]])
