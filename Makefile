@@ -34,6 +34,7 @@ $(INSTALLED): pyproject.toml setup.py $(VENV)/.asked
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v < (3, 14) else "Python 3.10 to 3.13 is needed, $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % v)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	@echo "Installing into $(VENV); the first time takes a few minutes."
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@

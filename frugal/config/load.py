@@ -125,7 +125,7 @@ class _Loader:
                 self.faults.append(Fault((), wanted, f"override {text!r}"))
                 continue
             if seen.setdefault(key, value) != value:
-                self.faults.append(Fault((key,), "given twice with different values; keep one", f"override {text!r}"))
+                self.faults.append(Fault((key,), "given twice with different values; keep one", f"override {text}"))
                 continue
             try:
                 self.put(key.split("."), _override_value(value), f"override {text}")
