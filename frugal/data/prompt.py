@@ -1,0 +1,48 @@
+"""The ids that inference gives to the model: the same rendering and the same rules for special tokens as in training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from frugal.data.literals import literal_spans
+from frugal.data.prepare import with_system
+from frugal.data.render import ChatRenderer
+from frugal.data.sandbox import TemplateRefused
+from frugal.data.templates import choose_template
+from frugal.data.tokenize import TextEncoder
+from frugal.data.types import Message
+from frugal.errors import DataError
+
+
+def chat_renderer(
+    tokenizer: Any, encoder: TextEncoder, chat_template: str | None, *, all_alpaca: bool = False
+) -> ChatRenderer:
+    """The renderer for a tokenizer and `data.chat_template`."""
+    chosen = choose_template(chat_template, tokenizer, all_alpaca=all_alpaca)
+    return ChatRenderer(chosen.source, chosen.name, encoder.state.special_tokens_map, encoder.state.special_tokens)
+
+
+def encode_prompt(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    chat_template: str | None = None,
+    system_prompt: str | None = None,
+) -> list[int]:
+    """Ids of a conversation that waits for an answer: a prefix of the ids that training makes of it with its answer.
+
+    Raises:
+        DataError: the template refuses the conversation.
+        ConfigError: there is no template.
+    """
+    encoder = TextEncoder.from_tokenizer(tokenizer)
+    renderer = chat_renderer(tokenizer, encoder, chat_template)
+    try:
+        turns, known_tools = renderer.turns(with_system(messages, system_prompt), tools)
+        text = renderer.text(turns, known_tools, prompt=True)
+        literals = literal_spans(renderer, turns, known_tools, text, prompt=True)
+    except TemplateRefused as fault:
+        raise DataError(f"The chat template ({renderer.name}) cannot render the conversation: {fault}") from None
+    return [int(token_id) for token_id in encoder.encode([text], literals=[literals])[0].ids]
