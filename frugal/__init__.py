@@ -22,7 +22,7 @@ _PUBLIC = {
     "preview": "frugal.run",
     "train": "frugal.run",
     "evaluate": "frugal.run",
-    "load": "frugal.run",
+    "load": "frugal.chat",
     "chat": "frugal.chat",
     "load_run": "frugal.chat",
     "merge": "frugal.save.merge",

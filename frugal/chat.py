@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
+import torch
 from transformers import AutoTokenizer
 
 from frugal.adapters import apply_adapters, load_adapter
 from frugal.config import Config, LoraSection, load_config
-from frugal.errors import FrugalError
+from frugal.errors import FrugalError, UnsupportedError
 from frugal.files import read_json
 from frugal.generate import Messages, answer, as_messages, generate_samples, generation_config
 from frugal.hardware import Device, probe, resolve_dtype
@@ -87,7 +89,7 @@ def load_run(
     source = opened.base_source(base)
     warnings = _warnings(opened, source, allow_other_base, trust_remote_code)
     tokenizer = _tokenizer(opened, source, trust_remote_code)
-    where = probe(device) if device is not None else probe()
+    where = _device(device)
     asked = opened.config.model.dtype if opened.config is not None else "auto"
     loaded = load_base(
         source,
@@ -103,6 +105,19 @@ def load_run(
         model.eval()
     system = opened.config.data.system_prompt if opened.config is not None else None
     return LoadedRun(model, tokenizer, where, system, _generation(opened), warnings)
+
+
+def _device(asked: str | None) -> Device:
+    """The device asked for, else the best one here."""
+    if asked is None:
+        return probe()
+    device = torch.device(asked)
+    if device.type == "cpu":
+        return Device("cpu", 0, "CPU", psutil.virtual_memory().total, None, has_bf16=False)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise UnsupportedError(f"device {asked!r} is not here; allowed: cpu, and cuda:N where torch sees a GPU.")
+    with torch.cuda.device(device):
+        return probe()
 
 
 def _warnings(run: RunFolder, source: BaseSource, allow_other_base: bool, trust_remote_code: bool) -> list[str]:
@@ -122,9 +137,7 @@ def _tokenizer(run: RunFolder, source: BaseSource, trust_remote_code: bool) -> A
         return AutoTokenizer.from_pretrained(str(run.tokenizer_folder), trust_remote_code=trust_remote_code)
     template = run.config.data.chat_template if run.config is not None else None
     added = run.config.model.add_tokens if run.config is not None else []
-    return load_tokenizer(
-        source, chat_template=template, add_tokens=added, trust_remote_code=trust_remote_code
-    )
+    return load_tokenizer(source, chat_template=template, add_tokens=added, trust_remote_code=trust_remote_code)
 
 
 def _generation(run: RunFolder) -> dict[str, Any]:
@@ -145,8 +158,8 @@ def load(
     """A PEFT model and its tokenizer, for notebooks, `transformers.Trainer` and TRL: ``model, tokenizer = load(...)``.
 
     Args:
-        what: a run or adapter folder (its trained adapter), a configuration (Config, dict, or path of a YAML file), or a
-            base model (fetch name, folder, hub id) - the latter two with a fresh adapter that changes nothing yet.
+        what: a run or adapter folder (its trained adapter), a configuration (Config, dict, or path of a YAML file), or
+            a base model (fetch name, folder, hub id); the latter two with a fresh adapter that changes nothing yet.
         lora: fields of the configuration's ``lora`` section, for a base model.
         quantize: "nf4" or "none", for a base model.
         options: as `load_run` takes them, for a run or adapter folder.
@@ -167,7 +180,7 @@ def load(
 
 
 def _load_fresh(config: Config, lora: LoraSection, device: str | None) -> LoadedRun:
-    where = probe(device) if device is not None else probe()
+    where = _device(device)
     settings = config.model
     source = resolve_base(settings.base, settings.revision)
     tokenizer = load_tokenizer(

@@ -1,4 +1,4 @@
-"""Answers from a model: key/value cache, stock attention, greedy unless asked otherwise, stopping where the chat does."""
+"""Answers from a model: key/value cache, stock attention, greedy by default, stopping where the chat does."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MOST_SUPPRESSED = 4096
 def answering(model: Any) -> Iterator[None]:
     """Put a model into the state for answering and put everything back afterwards.
 
-    Evaluation mode (so neither dropout nor activation checkpointing runs), the key/value cache on, and SDPA attention:
-    the attention for training packed rows knows no cache. Training flags are put back module by module.
+    Evaluation mode (so neither dropout nor activation checkpointing runs), the key/value cache on, and stock attention:
+    the one for training packed rows knows no cache. Training flags are put back module by module.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     training: dict[nn.Module, bool] = {module: module.training for module in model.modules()}
@@ -32,7 +32,7 @@ def answering(model: Any) -> Iterator[None]:
     model.eval()
     config.use_cache = True
     if attention not in ("sdpa", "eager"):
-        base.set_attn_implementation("sdpa")
+        base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")  # Gemma 2 has its soft cap in eager
     try:
         with torch.no_grad():
             yield
@@ -61,7 +61,7 @@ def as_messages(prompt: str, system_prompt: str | None = None) -> Messages:
 def generation_config(
     model: Any, tokenizer: Any, *, max_new_tokens: int, temperature: float = 0.0, settings: dict[str, Any] | None = None
 ) -> GenerationConfig:
-    """Settings of one answer: stop ids of the template, of the tokenizer and of ``settings``; no token that is not there.
+    """Settings of one answer: stops at the ids of the template, the tokenizer and ``settings``; only tokens that exist.
 
     Args:
         settings: the run's ``generation_config.json``.
@@ -83,7 +83,7 @@ def generation_config(
     )
 
 
-class _Pieces(TextStreamer):
+class _Pieces(TextStreamer):  # type: ignore[misc]
     """Collects the answer as it comes, and hands each piece on. An interrupted answer keeps what it had."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None] | None) -> None:

@@ -63,7 +63,8 @@ def generation_settings(tokenizer: Any, base: Path | None = None) -> dict[str, A
     """Content of ``generation_config.json``: the base's own settings, with every stop id and the padding id."""
     file = base / "generation_config.json" if base is not None else None
     settings: dict[str, Any] = dict(read_json(file)) if file is not None and file.is_file() else {}
-    settings.pop("transformers_version", None)
+    for key in ("transformers_version", "_from_model_config"):  # written by another version, or built from config.json
+        settings.pop(key, None)
     if ids := stop_ids(tokenizer, settings):
         settings["eos_token_id"] = ids
     if tokenizer.pad_token_id is not None:

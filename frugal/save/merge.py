@@ -143,7 +143,7 @@ def merge(
             seconds=round(time.perf_counter() - start, 3),
             warnings=warnings,
         )
-        write_json(beside / "merge_report.json", asdict(report))
+        write_json(beside / "merge_report.json", {**asdict(report), "out": folder.name, "base": Path(source.name).name})
         write_text(beside / "README.md", merged_card(opened, source, report.lines()))
         fsync_folder(beside)
         if folder.exists():
@@ -217,6 +217,7 @@ def _write_side_files(
         generation.update(_read_optional(home / "generation_config.json"))
     if 0 < len(surplus) <= MOST_SUPPRESSED:
         generation["suppress_tokens"] = sorted({*(generation.get("suppress_tokens") or []), *surplus})
+    generation.pop("_from_model_config", None)  # else transformers would build these settings anew from config.json
     if generation:
         write_json(folder / "generation_config.json", generation)
     if run.tokenizer_folder is not None:

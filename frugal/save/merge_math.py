@@ -185,7 +185,8 @@ class _Applied:
 
 
 def _dense(base: NF4Tensors, rows: slice) -> torch.Tensor:
-    return base.dequantize_rows(rows.start, rows.stop, torch.float32)
+    dense: torch.Tensor = base.dequantize_rows(rows.start, rows.stop, torch.float32)
+    return dense
 
 
 def _overwrite(block: torch.Tensor, start: int, stop: int, rows: tuple[list[int], StoredTensor]) -> None:
