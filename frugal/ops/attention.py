@@ -1,16 +1,18 @@
 """Causal attention over packed or right-padded rows, without an [S, S] tensor.
 
-q is [batch, query_heads, tokens, head_size], k and v [batch, kv_heads, tokens, head_size] with query_heads a multiple of
-kv_heads (grouped-query attention; kv_heads 1 is multi-query). ``cu_seqlens`` are the offsets of the documents in the
-batch read row after row: [0, ..., batch * tokens]; a row's end is always a document's end. Padding at the end of a row
-needs no mask: under causality no earlier token sees it. ``window`` counts the token itself (transformers' meaning):
-token i sees max(0, i - window + 1) .. i. Only q, k, v, out and the log-sum-exp [batch, heads, tokens] are kept for backward.
+q is [batch, query_heads, tokens, head_size], k and v [batch, kv_heads, tokens, head_size] with query_heads a multiple
+of kv_heads (grouped-query attention; kv_heads 1 is multi-query). ``cu_seqlens`` are the offsets of the documents in
+the batch read row after row: [0, ..., batch * tokens]; a row's end is always a document's end. Padding at the end of a
+row needs no mask: under causality no earlier token sees it. ``window`` counts the token itself (transformers'
+meaning): token i sees max(0, i - window + 1) .. i. Only q, k, v, out and the log-sum-exp [batch, heads, tokens] are
+kept for backward.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -51,13 +53,12 @@ def segments(batch: int, tokens: int, cu_seqlens: CuSeqlens | None) -> list[Segm
     offsets = None if cu_seqlens is None else host_offsets(cu_seqlens)
     if offsets is None:
         return [(0, batch, 0, tokens)] if batch and tokens else []
-    if not offsets or offsets[0] != 0 or offsets[-1] != batch * tokens or any(
-        b < a for a, b in zip(offsets, offsets[1:], strict=False)
-    ):  # fmt: skip
+    rising = all(a <= b for a, b in pairwise(offsets))
+    if not offsets or offsets[0] != 0 or offsets[-1] != batch * tokens or not rising:
         raise ValueError(f"cu_seqlens must rise from 0 to batch * tokens = {batch * tokens}, got {offsets[:4]} ... "
                          f"{offsets[-2:]}")  # fmt: skip
     found: list[Segment] = []
-    for start, end in zip(offsets, offsets[1:], strict=False):
+    for start, end in pairwise(offsets):
         while start < end:
             row = start // tokens
             stop = min(end, (row + 1) * tokens)
@@ -112,7 +113,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: list[Segment], form: str, scale: float,
                 window: int | None, softcap: float | None, causal: bool) -> Tensor:  # fmt: skip
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        settings = {"scale": scale, "window": window, "softcap": softcap, "causal": causal}
+        settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "causal": causal}
         run = cpu_flash_forward if form == "cpu_flash" else blockwise_forward
         batch, heads, tokens, _ = q.shape
         if len(pieces) == 1 and pieces[0] == (0, batch, 0, tokens):
@@ -121,7 +122,7 @@ class _Attention(torch.autograd.Function):
             out = _like_rows(q)
             lse = q.new_empty(batch, heads, tokens, dtype=torch.promote_types(q.dtype, torch.float32))
             for r0, r1, s0, s1 in pieces:
-                part, part_lse = run(*(t[r0:r1, :, s0:s1] for t in (q, k, v)), **settings)
+                part, part_lse = run(q[r0:r1, :, s0:s1], k[r0:r1, :, s0:s1], v[r0:r1, :, s0:s1], **settings)
                 out[r0:r1, :, s0:s1] = part
                 lse[r0:r1, :, s0:s1] = part_lse
         ctx.save_for_backward(q, k, v, out, lse)
@@ -129,14 +130,14 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         (d_out,) = outputs
         q, k, v, out, lse = ctx.saved_tensors
         run = cpu_flash_backward if ctx.form == "cpu_flash" else blockwise_backward
         d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
         if len(ctx.pieces) == 1 and ctx.pieces[0] == (0, q.shape[0], 0, q.shape[2]):
-            grads = run(d_out, q, k, v, out, lse, **ctx.settings)
+            grads: tuple[Tensor, ...] = run(d_out, q, k, v, out, lse, **ctx.settings)
         else:
             grads = tuple(_like_rows(t) for t in (q, k, v))
             for r0, r1, s0, s1 in ctx.pieces:
@@ -151,8 +152,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, pieces: list[Segment], scale: float, 
     gqa = q.shape[1] != k.shape[1]
 
     def run(r0: int, r1: int, s0: int, s1: int) -> Tensor:
-        parts = (t[r0:r1, :, s0:s1] for t in (q, k, v))
-        return F.scaled_dot_product_attention(*parts, is_causal=causal, scale=scale, enable_gqa=gqa)
+        queries, keys, values = (t[r0:r1, :, s0:s1] for t in (q, k, v))
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=causal, scale=scale, enable_gqa=gqa)
 
     if len(pieces) == 1 and pieces[0] == (0, q.shape[0], 0, q.shape[2]):
         return run(*pieces[0])
@@ -180,8 +181,8 @@ def attention(
     names a row of the table; unset, the table chooses. Raises ``ValueError`` for shapes or offsets that do not fit.
     """
     if q.dim() != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
-        raise ValueError(f"q [B, Hq, S, D] and k, v [B, Hkv, S, D] expected, got {tuple(q.shape)}, {tuple(k.shape)} and "
-                         f"{tuple(v.shape)}")  # fmt: skip
+        shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
+        raise ValueError(f"q [B, Hq, S, D] and k, v [B, Hkv, S, D] expected, got {shapes}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key/value heads")
     if window is not None and window < 1:

@@ -11,7 +11,6 @@ cannot be applied after tokens were summed into a weight gradient; there the chu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,38 +19,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from frugal.ops.weights import Weight, matmul_add_, matmul_t, row_blocks, rows
+from frugal.ops.cross_entropy_chunk import Chunk, Grads, Options, Parts, ranges
+from frugal.ops.weights import Weight, row_blocks
 
 Reduction = Literal["sum", "mean", "none"]
 CHUNK_BYTES = 32 * 2**20  # one chunk of logits
 MIN_CHUNK_TOKENS = 32  # narrower products are slow on every device
-
-
-@dataclass(frozen=True)
-class _Options:
-    ignore_index: int
-    logit_scale: float
-    softcap: float | None
-    label_smoothing: float
-    z_loss: float
-    lora_scale: float
-    chunk_tokens: int
-    chunk_vocab: int
-
-
-@dataclass
-class _Grads:
-    """Gradient buffers; None where nobody asked."""
-
-    hidden: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    u: Tensor | None = None
-    lora_b: Tensor | None = None
-
-    @property
-    def wanted(self) -> bool:
-        return any(g is not None for g in (self.hidden, self.weight, self.bias, self.u, self.lora_b))
 
 
 def linear_cross_entropy_reference(
@@ -97,139 +70,7 @@ def _reduce(loss: Tensor, keep: Tensor, reduction: Reduction, count: Tensor | fl
     return loss.sum() / (keep.sum().clamp(min=1) if count is None else count)
 
 
-class _Chunk:
-    """Logits of one chunk of tokens, turned in place into the loss's gradient with respect to them."""
-
-    def __init__(self, parts: _Parts, grads: _Grads, options: _Options) -> None:
-        self.parts, self.grads, self.options = parts, grads, options
-        self.acc = torch.promote_types(parts.hidden.dtype, torch.float32)
-
-    def logits(self, h: Tensor, u: Tensor | None, lo: int, hi: int, buffer: Tensor | None) -> Tensor:
-        """z before the soft cap for vocabulary rows lo..hi: [chunk, hi - lo], fp32 (fp64 for fp64 input)."""
-        p, o = self.parts, self.options
-        out = h.new_empty(h.shape[0], hi - lo) if buffer is None or buffer.dtype != h.dtype else buffer
-        if (lo, hi) == (0, int(p.weight.shape[0])):
-            matmul_t(h, p.weight, out)
-        else:
-            torch.mm(h, rows(p.weight, lo, hi, h.dtype).t(), out=out)
-        z = out if out.dtype == self.acc else (out.to(self.acc) if buffer is None else buffer.copy_(out))
-        if p.bias is not None:
-            z += p.bias[lo:hi]
-        if u is not None and p.lora_b is not None:
-            z.addmm_(u, p.lora_b[lo:hi].to(self.acc).t(), alpha=o.lora_scale)
-        if o.logit_scale != 1.0:
-            z *= o.logit_scale
-        return z
-
-    def backward(self, dz: Tensor, h: Tensor, dh: Tensor | None, u: Tensor | None, du: Tensor | None,
-                 lo: int, hi: int) -> None:  # fmt: skip
-        """Adds what dz [chunk, hi - lo] (with respect to the scaled logits) contributes to every gradient."""
-        p, g, o = self.parts, self.grads, self.options
-        if o.logit_scale != 1.0:
-            dz *= o.logit_scale
-        if g.bias is not None:
-            g.bias[lo:hi] += dz.sum(0)
-        if g.weight is not None:
-            g.weight[lo:hi].addmm_(dz.t(), h.to(self.acc))
-        if u is not None and g.lora_b is not None:
-            g.lora_b[lo:hi].addmm_(dz.t(), u, alpha=o.lora_scale)
-        if du is not None and p.lora_b is not None:
-            du.addmm_(dz, p.lora_b[lo:hi].to(self.acc), alpha=o.lora_scale)
-        if dh is not None:
-            narrow = dz.to(h.dtype)
-            if (lo, hi) == (0, int(p.weight.shape[0])):
-                if dh.dtype == narrow.dtype:
-                    matmul_add_(dh, narrow, p.weight)
-                else:
-                    dh += matmul_add_(torch.zeros_like(h), narrow, p.weight)
-            else:
-                block = rows(p.weight, lo, hi, h.dtype)
-                dh += torch.mm(narrow, block)
-
-    def run(self, h: Tensor, u: Tensor | None, y: Tensor, w: Tensor | None,
-            buffer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """Loss of each token [chunk] and, if asked for, the gradients of h and u in fp32."""
-        p, g, o, acc = self.parts, self.grads, self.options, self.acc
-        vocab = int(p.weight.shape[0])
-        blocks = list(_ranges(vocab, o.chunk_vocab))
-        whole = len(blocks) == 1
-        # First walk over the vocabulary: log-sum-exp, the target's logit, and the mean for label smoothing.
-        highest = h.new_full((h.shape[0],), -torch.inf, dtype=acc)
-        total = torch.zeros_like(highest)
-        target = torch.zeros_like(highest)
-        mean = torch.zeros_like(highest) if o.label_smoothing else None
-        z = slope = None
-        for lo, hi in blocks:
-            z = self.logits(h, u, lo, hi, buffer if whole else None)
-            slope = _cap_(z, o.softcap, g.wanted and whole)
-            if mean is not None:
-                mean += z.sum(1) / vocab
-            inside = (y >= lo) & (y < hi)
-            found = z.gather(1, (y - lo).clamp(0, hi - lo - 1)[:, None])[:, 0]
-            target = torch.where(inside, found, target)
-            top = torch.maximum(highest, z.amax(1))
-            total = total * torch.exp(highest - top)
-            z.sub_(top[:, None]).exp_()
-            total += z.sum(1)
-            highest = top
-        lse = highest + total.log()
-        loss = lse - target
-        if mean is not None:
-            loss = (1 - o.label_smoothing) * loss + o.label_smoothing * (lse - mean)
-        if o.z_loss:
-            loss = loss + o.z_loss * lse * lse
-        if w is not None:
-            loss = loss * w
-        if not g.wanted:
-            return loss, None, None
-        # Second walk: probabilities to gradients. With one block the exponentials are still in the buffer.
-        dh = torch.zeros_like(h, dtype=acc) if g.hidden is not None else None
-        du = torch.zeros_like(u) if u is not None and g.u is not None else None
-        up = torch.ones_like(lse) if w is None else w
-        factor = up if not o.z_loss else up * (1 + 2 * o.z_loss * lse)
-        for lo, hi in blocks:
-            if whole and z is not None:
-                z *= (factor / total)[:, None]
-            else:
-                z = self.logits(h, u, lo, hi, None)
-                slope = _cap_(z, o.softcap, True)
-                z.sub_(lse[:, None]).exp_()
-                z *= factor[:, None]
-            if o.label_smoothing:
-                z -= (o.label_smoothing / vocab) * up[:, None]
-            inside = (y >= lo) & (y < hi)
-            hit = torch.where(inside, -(1 - o.label_smoothing) * up, 0.0)
-            z.scatter_add_(1, (y - lo).clamp(0, hi - lo - 1)[:, None], hit[:, None])
-            if slope is not None:
-                z *= slope
-            self.backward(z, h, dh, u, du, lo, hi)
-        return loss, dh, du
-
-
-def _cap_(z: Tensor, softcap: float | None, want_slope: bool) -> Tensor | None:
-    """Soft cap in place; returns d cap(z) / dz = 1 - tanh^2 when asked."""
-    if softcap is None:
-        return None
-    z.div_(softcap).tanh_()
-    slope = torch.square(z).neg_().add_(1) if want_slope else None
-    z.mul_(softcap)
-    return slope
-
-
-@dataclass(frozen=True)
-class _Parts:
-    hidden: Tensor
-    weight: Weight
-    bias: Tensor | None
-    u: Tensor | None
-    lora_b: Tensor | None
-
-
-def _ranges(total: int, step: int) -> list[tuple[int, int]]:
-    return [(lo, min(lo + step, total)) for lo in range(0, total, step)]
-
-
-def _walk(parts: _Parts, labels: Tensor, weights: Tensor | None, grads: _Grads, options: _Options) -> Tensor:
+def _walk(parts: Parts, labels: Tensor, weights: Tensor | None, grads: Grads, options: Options) -> Tensor:
     """Loss of every token [tokens]; fills the gradient buffers of ``grads``."""
     hidden = parts.hidden
     acc = torch.promote_types(hidden.dtype, torch.float32)
@@ -243,11 +84,11 @@ def _walk(parts: _Parts, labels: Tensor, weights: Tensor | None, grads: _Grads, 
                          f"{int(labels.max())}")  # fmt: skip
     picked = None if fake or bool(keep.all()) else keep.nonzero()[:, 0]
     n_kept = n_tokens if picked is None else picked.shape[0]
-    chunk = _Chunk(parts, grads, options)
+    chunk = Chunk(parts, grads, options)
     step = options.chunk_tokens
     whole_vocab = options.chunk_vocab >= vocab
     buffer = hidden.new_empty(min(step, n_kept), vocab, dtype=acc) if whole_vocab and n_kept else None
-    for lo, hi in _ranges(n_kept, step):
+    for lo, hi in ranges(n_kept, step):
         index: Any = slice(lo, hi) if picked is None else picked[lo:hi]
         h, y = hidden[index], labels[index]
         w = None if weights is None else weights[index].to(acc)
@@ -266,12 +107,12 @@ def _walk(parts: _Parts, labels: Tensor, weights: Tensor | None, grads: _Grads, 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor | None, quantised: Any, labels: Tensor, bias: Tensor | None,
-                u: Tensor | None, lora_b: Tensor | None, weights: Tensor | None, options: _Options,
+                u: Tensor | None, lora_b: Tensor | None, weights: Tensor | None, options: Options,
                 per_token: bool) -> Tensor:  # fmt: skip
-        parts = _Parts(hidden, quantised if weight is None else weight, bias, u, lora_b)
+        parts = Parts(hidden, quantised if weight is None else weight, bias, u, lora_b)
         needs = ctx.needs_input_grad
         ctx.options, ctx.per_token, ctx.quantised = options, per_token, quantised
-        grads = _Grads() if per_token else _buffers(parts, needs)
+        grads = Grads() if per_token else _buffers(parts, needs)
         losses = _walk(parts, labels, weights, grads, options)
         if per_token:
             ctx.save_for_backward(hidden, weight, labels, bias, u, lora_b, weights)
@@ -281,12 +122,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         (upstream,) = outputs
         if ctx.per_token:
             hidden, weight, labels, bias, u, lora_b, weights = ctx.saved_tensors
-            parts = _Parts(hidden, ctx.quantised if weight is None else weight, bias, u, lora_b)
+            parts = Parts(hidden, ctx.quantised if weight is None else weight, bias, u, lora_b)
             grads = _buffers(parts, ctx.needs_input_grad)
             scaled = upstream if weights is None else upstream * weights
             _walk(parts, labels, scaled, grads, ctx.options)
@@ -295,20 +136,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             out = [None if g is None else g.to(s.dtype) for g, s in zip(found, sources, strict=True)]
         else:
             out = [
-                None if g is None else (g * upstream).to(d)
-                for g, d in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+                None if g is None else (g * upstream).to(d) for g, d in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
             ]
         d_hidden, d_weight, d_bias, d_u, d_b = out
         return d_hidden, d_weight, None, None, d_bias, d_u, d_b, None, None, None
 
 
-def _buffers(parts: _Parts, needs: tuple[bool, ...]) -> _Grads:
+def _buffers(parts: Parts, needs: tuple[bool, ...]) -> Grads:
     acc = torch.promote_types(parts.hidden.dtype, torch.float32)
 
     def zeros(t: Any, wanted: bool, dtype: torch.dtype = acc) -> Tensor | None:
         return torch.zeros_like(t, dtype=dtype) if wanted and isinstance(t, Tensor) else None
 
-    return _Grads(
+    return Grads(
         hidden=zeros(parts.hidden, needs[0], parts.hidden.dtype),
         weight=zeros(parts.weight, needs[1]),
         bias=zeros(parts.bias, needs[4]),
@@ -339,11 +179,11 @@ def linear_cross_entropy(
     """Cross-entropy of ``hidden [tokens, hidden_size]`` times head ``weight [vocab, hidden_size]``.
 
     ``labels [tokens]`` int64 are already shifted: the label of row t is the token that row t predicts. ``weight`` is
-    dense (frozen or trained) or quantised (frozen). ``lora`` is (A [r, hidden_size], B [vocab, r], scale) on the head, and
-    ``lora_input [tokens, hidden_size]`` what A reads instead of ``hidden`` (after dropout).
-    ``token_weights [tokens]`` multiply each token's loss and get no gradient. ``chunk_tokens`` and ``chunk_vocab`` bound
-    a chunk of logits; unset, a chunk of logits is about 32 MB. ``mean`` divides by ``count``, or by the number of labels
-    that are not ignored (0/0 is 0). Returns fp32 (fp64 for fp64 input): a scalar, or [tokens] for ``none``.
+    dense (frozen or trained) or quantised (frozen). ``lora`` is (A [r, hidden_size], B [vocab, r], scale) on the head,
+    and ``lora_input [tokens, hidden_size]`` what A reads instead of ``hidden`` (after dropout). ``token_weights
+    [tokens]`` multiply each token's loss and get no gradient. ``chunk_tokens`` and ``chunk_vocab`` bound a chunk of
+    logits; unset, it is about 32 MB. ``mean`` divides by ``count``, or by the number of labels that are not ignored
+    (0/0 is 0). Returns fp32 (fp64 for fp64 input): a scalar, or [tokens] for ``none``.
     """
     if hidden.dim() != 2 or labels.dim() != 1 or hidden.shape[0] != labels.shape[0]:
         raise ValueError(f"hidden [tokens, hidden_size] and labels [tokens] expected, got {tuple(hidden.shape)} and "
@@ -357,15 +197,15 @@ def linear_cross_entropy(
         chunk_tokens = max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (4 * n_buffers * min(vocab, chunk_vocab)))
     dense = weight if isinstance(weight, Tensor) else None
     if dense is None and chunk_vocab < vocab:
-        ranges = list(row_blocks(weight, hidden.dtype))
-        chunk_vocab = min(chunk_vocab, ranges[0][1])
+        blocks = list(row_blocks(weight, hidden.dtype))
+        chunk_vocab = min(chunk_vocab, blocks[0][1])
     u, b, scale = None, None, 1.0
     if lora is not None:
         # [tokens, r] is small: autograd keeps it and takes care of A (and of a dropout before it).
         a, b, scale = lora
         acc = torch.promote_types(hidden.dtype, torch.float32)
         u = F.linear((hidden if lora_input is None else lora_input).to(acc), a.to(acc))
-    options = _Options(
+    options = Options(
         ignore_index, logit_scale, softcap, label_smoothing, z_loss, scale, max(1, chunk_tokens), max(1, chunk_vocab)
     )
     loss: Tensor = _LinearCrossEntropy.apply(

@@ -1,7 +1,7 @@
 """One table of operations: which implementation serves which device, dtype and shape, and why the others do not.
 
-`choose` never fails for an operation that has a ``reference`` row: it walks the rows from the best to the plainest, keeps
-the reason of each refusal and returns the first row that accepts. The manifest prints the outcome.
+`choose` walks the rows from the best to the plainest, keeps the reason of each refusal and returns the first row that
+accepts. The manifest prints the outcome.
 """
 
 from __future__ import annotations

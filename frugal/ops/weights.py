@@ -42,9 +42,7 @@ def rows(weight: Weight, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     return weight.dequantize_rows(start, stop, dtype)
 
 
-def row_blocks(
-    weight: Weight, dtype: torch.dtype, block_rows: int | None = None
-) -> Iterator[tuple[int, int]]:
+def row_blocks(weight: Weight, dtype: torch.dtype, block_rows: int | None = None) -> Iterator[tuple[int, int]]:
     """Row ranges that cover the weight. One range when it is dense and already in ``dtype``: no copy is made then."""
     n_rows, n_columns = int(weight.shape[0]), int(weight.shape[1])
     if block_rows is None:

@@ -66,8 +66,8 @@ FEATURES = [
     {"use_bias": True},
     {"use_weights": True},
     {"use_lora": True},
-    dict(softcap=2.0, logit_scale=1.7, label_smoothing=0.2, z_loss=0.01, use_bias=True, use_weights=True,
-         use_lora=True),  # fmt: skip
+    {"softcap": 2.0, "logit_scale": 1.7, "label_smoothing": 0.2, "z_loss": 0.01, "use_bias": True, "use_weights": True}
+    | {"use_lora": True},
 ]
 
 
@@ -256,5 +256,7 @@ def test_every_combination_of_trained_parts_under_vocabulary_tiles():
     names = ["hidden", "weight", "bias", "a", "b"]
     for n in range(1, 6):
         for leaves in itertools.combinations(names, n):
-            got = _run(linear_cross_entropy, x, list(leaves), use_bias=True, use_lora=True, chunk_tokens=2, chunk_vocab=4)
+            got = _run(
+                linear_cross_entropy, x, list(leaves), use_bias=True, use_lora=True, chunk_tokens=2, chunk_vocab=4
+            )
             _same(got, _run(linear_cross_entropy_reference, x, list(leaves), use_bias=True, use_lora=True))

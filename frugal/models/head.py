@@ -1,0 +1,210 @@
+"""The language-model head apart from the decoder, so that the loss never sees all logits.
+
+`split_head` finds decoder, head and what is done to the logits (a scale, a soft cap), then proves it: on random tokens
+the head's own arithmetic must give the stock model's logits. Where it does not, the stock logits are used, and
+`HeadSpec.reason` says why. Parameters are read at every call, so adapters may be switched afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from frugal.models.linear_parts import LinearParts, linear_parts, one_adapter
+from frugal.ops import linear_cross_entropy
+from frugal.ops.weights import matmul_t
+
+IGNORE_INDEX = -100
+# Names under which transformers' families keep what they do to logits: multiplied by, divided by, capped at.
+_SCALES = ("logit_scale", "lm_head_multiplier")
+_DIVISORS = ("logits_scaling",)
+_SOFTCAPS = ("final_logit_softcapping",)
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """Labels [rows, tokens] in transformers' convention (label t is token t) -> label t is what token t predicts.
+
+    The last position of a row gets -100. In a flat packed row the first token of each document carries -100 already,
+    so no document predicts the next one's first token.
+    """
+    shifted = labels.new_full(labels.shape, IGNORE_INDEX)
+    shifted[..., :-1] = labels[..., 1:]
+    return shifted
+
+
+@dataclass
+class HeadSpec:
+    """How to get from model inputs to the loss. `exact` False means stock logits, for `reason`."""
+
+    model: Any
+    decoder: Any
+    head: nn.Module
+    logit_scale: float
+    softcap: float | None
+    exact: bool
+    reason: str
+
+    def hidden_states(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Decoder output [rows, tokens, hidden_size] after the last norm, for the keywords a model takes but labels."""
+        hidden: Tensor = self.decoder(**inputs, use_cache=False).last_hidden_state
+        return hidden
+
+    def loss(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        token_weights: Tensor | None = None,
+        chunk_tokens: int | None = None,
+        reduction: str = "sum",
+    ) -> Tensor:
+        """Loss of hidden states [tokens, hidden_size] and shifted labels [tokens]: fp32 scalar, or [tokens]."""
+        parts = self._parts()
+        lora, lora_input = one_adapter(parts.adapters), None
+        if any(adapter.dropout for adapter in parts.adapters):
+            lora_input = F.dropout(hidden, parts.adapters[0].dropout)
+        return linear_cross_entropy(
+            hidden, parts.weight, labels, bias=parts.bias, ignore_index=IGNORE_INDEX, logit_scale=self.logit_scale,
+            softcap=self.softcap, label_smoothing=label_smoothing, z_loss=z_loss, token_weights=token_weights,
+            lora=lora, lora_input=lora_input, chunk_tokens=chunk_tokens, reduction=reduction,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def loss_sum(self, inputs: Mapping[str, Any], labels: Tensor, **options: Any) -> Tensor:
+        """Sum over supervised tokens for model ``inputs`` and labels [rows, tokens] in transformers' convention.
+
+        ``options`` are those of `loss`. Through stock logits where the head could not be proven (label smoothing and
+        weights then too, but all logits exist).
+        """
+        shifted = shift_labels(labels).flatten()
+        if self.exact and not self._refusal():
+            hidden = self.hidden_states(inputs)
+            return self.loss(hidden.flatten(0, -2), shifted, **options)
+        logits = self.model(**inputs, use_cache=False).logits.flatten(0, -2)
+        # The identity as a head: the same options, the same arithmetic, on logits that are there anyway.
+        options.pop("chunk_tokens", None)
+        return _loss_of_logits(logits, shifted, **options)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., vocab] of hidden states, for proofs and for sampling a few positions. No gradients."""
+        parts = self._parts()
+        with torch.no_grad():
+            flat = hidden.flatten(0, -2)
+            out = matmul_t(flat, parts.weight)
+            if parts.bias is not None:
+                out = out + parts.bias.to(out.dtype)
+            lora = one_adapter(parts.adapters)
+            if lora is not None:
+                out = out + (F.linear(F.linear(flat.to(lora[0].dtype), lora[0]), lora[1]) * lora[2]).to(out.dtype)
+            out = out * self.logit_scale
+            if self.softcap is not None:
+                out = self.softcap * torch.tanh(out / self.softcap)
+            return out.view(*hidden.shape[:-1], -1)
+
+    def _refusal(self) -> str | None:
+        """Why the head as it is now cannot be computed in chunks (PEFT may have switched adapters since the proof)."""
+        parts = linear_parts(self.head)
+        if isinstance(parts, str):
+            return parts
+        if len(parts.adapters) > 1 and any(adapter.dropout for adapter in parts.adapters):
+            return "several adapters with a dropout each"
+        return None
+
+    def _parts(self) -> LinearParts:
+        parts, refusal = linear_parts(self.head), self._refusal()
+        if refusal is not None or isinstance(parts, str):
+            raise RuntimeError(f"the head changed after it was proven: {refusal}. Call loss_sum, or split_head again")
+        return parts
+
+
+def _loss_of_logits(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weights: Tensor | None = None,
+    reduction: str = "sum",
+) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing, reduction="none")
+    if z_loss:
+        loss = loss + z_loss * torch.logsumexp(logits, -1).square().where(labels != IGNORE_INDEX, 0.0)
+    if token_weights is not None:
+        loss = loss * token_weights
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / (labels != IGNORE_INDEX).sum().clamp(min=1)
+
+
+def split_head(model: Any) -> HeadSpec:
+    """Decoder and head of a causal language model (plain or wrapped by PEFT), proven on random tokens.
+
+    The proof compares `HeadSpec.logits` with the stock logits for two short rows: 1e-4 of the largest logit in fp32,
+    3e-2 in 16 bits. Soft cap and scale are the family's config values, or a constant ratio that was measured.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = inner.get_output_embeddings()
+    decoder = getattr(inner, "base_model", inner)
+    stock = HeadSpec(model, decoder, head, 1.0, None, False, "")
+    if head is None or decoder is inner:
+        stock.reason = "no separate decoder and head found: stock logits"
+        return stock
+    parts = linear_parts(head)
+    if isinstance(parts, str):
+        stock.reason = f"head: {parts}; stock logits"
+        return stock
+    config = inner.config.get_text_config()
+    scale = _first(config, _SCALES, 1.0) / _first(config, _DIVISORS, 1.0)
+    softcap = _first(config, _SOFTCAPS, None)
+    wide = next((p.dtype for p in decoder.parameters() if p.is_floating_point()), torch.float32)
+    tolerance = 1e-4 if wide in (torch.float32, torch.float64) else 3e-2
+    with torch.no_grad():
+        hidden, want = _probe(model, decoder)
+        spec = HeadSpec(model, decoder, head, scale, softcap, True, "")
+        error = _error(spec.logits(hidden), want)
+        if error > tolerance and softcap is None:
+            # A family may scale its logits under a name we do not know: a constant ratio shows that.
+            plain = HeadSpec(model, decoder, head, 1.0, None, True, "").logits(hidden).float()
+            spec.logit_scale = float((plain * want).sum() / plain.square().sum().clamp(min=1e-30))
+            error = _error(spec.logits(hidden), want)
+    if error <= tolerance:
+        what = f"scale {spec.logit_scale:g}" + ("" if softcap is None else f", soft cap {softcap:g}")
+        spec.reason = f"logits equal to the stock model's (relative difference {error:.1g}; {what})"
+        return spec
+    stock.reason = f"head times hidden states differs from the stock logits by {error:.2g} of the largest: stock logits"
+    return stock
+
+
+def _first(config: Any, names: tuple[str, ...], default: Any) -> Any:
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return default
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want).abs().max() / want.abs().max().clamp(min=1e-30))
+
+
+def _probe(model: Any, decoder: Any) -> tuple[Tensor, Tensor]:
+    """Hidden states and stock logits (fp32) of two short random rows, dropout off, modes restored."""
+    embedding = model.get_input_embeddings()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, embedding.weight.shape[0], (2, 5), generator=generator).to(embedding.weight.device)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        hidden: Tensor = decoder(input_ids=ids, use_cache=False).last_hidden_state
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits.float()
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return hidden, logits

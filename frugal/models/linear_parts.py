@@ -1,0 +1,95 @@
+"""What a linear layer is made of at this moment: base weight, bias and the active adapters, read from the modules.
+
+Works on `torch.nn.Linear`, `frugal.quant.nf4.NF4Linear` and PEFT's LoRA layer over either. Read at every call, because
+PEFT may switch, disable or merge adapters at any time. What the fused operations cannot do is answered with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from frugal.ops.weights import Weight
+from frugal.quant.nf4 import NF4Linear
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One active low-rank update: scale * dropout(x) A^T B^T with A [r, in], B [out, r]."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    dropout: float
+    """Probability in force now: 0 in evaluation."""
+
+
+@dataclass(frozen=True)
+class LinearParts:
+    """y = x W^T + bias + sum of adapters."""
+
+    weight: Weight
+    bias: Tensor | None
+    adapters: tuple[Adapter, ...]
+
+
+def linear_parts(module: nn.Module) -> LinearParts | str:
+    """The parts of a linear layer, or the reason why it has to be called as it is."""
+    if isinstance(module, ModulesToSaveWrapper):
+        if module.disable_adapters or not module.active_adapters:
+            return linear_parts(module.original_module)
+        return linear_parts(module.modules_to_save[module.active_adapters[0]])
+    if isinstance(module, LoraLinear):
+        return _lora_parts(module)
+    if module._forward_hooks or module._forward_pre_hooks:
+        return f"{type(module).__name__} has forward hooks"
+    if isinstance(module, NF4Linear):
+        return LinearParts(module.nf4, module.bias, ())
+    if type(module) is nn.Linear:
+        return LinearParts(module.weight, module.bias, ())
+    return f"{type(module).__module__}.{type(module).__name__} is no plain linear layer"
+
+
+def _lora_parts(module: LoraLinear) -> LinearParts | str:
+    base = linear_parts(module.base_layer)
+    if isinstance(base, str):
+        return base
+    if module.merged:
+        return "adapters are merged into the base" if module.disable_adapters else base
+    if module.disable_adapters:
+        return base
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "the LoRA layer has forward hooks"
+    if module.fan_in_fan_out:
+        return "the weight is stored transposed (fan_in_fan_out)"
+    found: list[Adapter] = []
+    for name in module.active_adapters:
+        if name not in module.lora_A:
+            continue
+        if name in module.lora_variant:
+            variant = type(module.lora_variant[name]).__name__
+            return f"adapter {name!r} is no plain LoRA ({variant}): left to PEFT"
+        if module.lora_bias.get(name):
+            return f"adapter {name!r} has a bias: left to PEFT"
+        a, b, drop = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+        # Evaluation may wrap A or B (hooks of a hub kernel, a quantised adapter): anything but nn.Linear is PEFT's.
+        if type(a) is not nn.Linear or type(b) is not nn.Linear:
+            return f"adapter {name!r} has {type(a).__name__} and {type(b).__name__} matrices: left to PEFT"
+        probability = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
+        found.append(Adapter(a.weight, b.weight, float(module.scaling[name]), float(probability)))
+    return LinearParts(base.weight, base.bias, tuple(found))
+
+
+def one_adapter(adapters: tuple[Adapter, ...]) -> tuple[Tensor, Tensor, float] | None:
+    """Several adapters without dropout as one: A's stacked, B's side by side with their scale inside."""
+    if not adapters:
+        return None
+    if len(adapters) == 1:
+        return adapters[0].a, adapters[0].b, adapters[0].scale
+    a = torch.cat([adapter.a for adapter in adapters], dim=0)
+    b = torch.cat([adapter.b * adapter.scale for adapter in adapters], dim=1)
+    return a, b, 1.0
