@@ -114,7 +114,8 @@ def preview(
     rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 3,
 ) -> None:
     """Show what will be trained: rendered rows with trained tokens marked, counts and lengths."""
-    imported("frugal.run", "preview")(load_config(config, overrides or ()), html=html, rows=rows)
+    loaded = load_config(config, overrides or ())
+    imported("frugal.run", "preview")(loaded, html=html, rows=rows)
     if html is not None:
         print(f"wrote {html}")
 

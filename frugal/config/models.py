@@ -34,7 +34,7 @@ class ModelSection(Section):
 class LoraSection(Section):
     r: int = Field(default=16, ge=1)
     """Rank of the update."""
-    lora_alpha: float = Field(default=32, gt=0)
+    lora_alpha: float = Field(default=32.0, gt=0)
     """Scale: the update is multiplied by lora_alpha / r (or / sqrt(r) with use_rslora)."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input."""
@@ -150,6 +150,8 @@ class TrainSection(Section):
 class MemorySection(Section):
     checkpoint: Literal["none", "recompute", "offload", "disk", "auto"] = "auto"
     """Activation checkpointing of decoder layers. auto: recompute, until the planner decides."""
+    scratch_dir: str | None = None
+    """Folder of the scratch file of `checkpoint: disk`. Unset: the run's folder (a `/tmp` is often kept in memory)."""
     fused: bool = True
     """Use frugal's fused operations where they are proven equal to the stock module."""
     loss_chunk_tokens: int | None = Field(default=None, ge=1)

@@ -1,0 +1,137 @@
+"""The command line as a user meets it: real processes, exit codes, what is printed where."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from frugal.cli import resume_argument
+
+CONFIG = "model: {base: m}\ndata: {train: rows.jsonl}\noutput: {dir: out}\n"
+
+
+def frugal(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "frugal", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nowhere.yaml"], "error: nowhere.yaml: no such file. `frugal configs list` shows ready ones\n"),
+        (["train", "."], "error: .: a folder, not a YAML file\n"),
+        (["train", "c.yaml", "--num_epochs", "3"], "override '--num_epochs': neither an option nor key.sub=value"),
+        (["preview", "c.yaml", "train.sede=1"], "did you mean seed?"),
+        (["fetch", "nothing"], "error: frugal fetch does not know 'nothing'"),
+        (["fetch"], "error: name what to fetch: smollm2-135m-instruct, chatterbot-corpus\n"),
+        (["configs", "show", "nope"], "error: no ready configuration is called 'nope'; there are llama-3.1-8b-qlora, "),
+        (["train"], "Missing argument 'CONFIG'"),
+        (["nonsense"], "No such command 'nonsense'"),
+        (["merge", "runs/x"], "Missing option '--out'"),
+    ],
+)
+def test_mistakes(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG, encoding="utf-8")
+    done = frugal(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == b""
+    assert message in done.stderr.decode()
+    assert b"Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
+
+
+def test_dry_run_prints_the_whole_configuration(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG, encoding="utf-8")
+    done = frugal("train", "c.yaml", "train.max_steps=3", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0
+    assert b"  max_steps: 3\n" in done.stdout
+    (tmp_path / "again.yaml").write_bytes(done.stdout)
+    assert frugal("train", "again.yaml", "--dry-run", cwd=tmp_path).stdout == done.stdout
+
+
+def test_configs_copy_never_overwrites(tmp_path: Path) -> None:
+    assert frugal("configs", "copy", "quickstart", "mine.yaml", cwd=tmp_path).returncode == 0
+    (tmp_path / "mine.yaml").write_text("mine")
+    again = frugal("configs", "copy", "quickstart", "mine.yaml", cwd=tmp_path)
+    assert again.returncode == 2
+    assert b"exists already" in again.stderr
+    assert (tmp_path / "mine.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"},
+        {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    ],
+)
+def test_printing_never_kills(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG.replace("base: m", "base: 模型 → 😀"), encoding="utf-8")
+    done = frugal("train", "c.yaml", "--dry-run", cwd=tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
+    assert b"The configuration is right" in done.stdout
+    wrong = frugal("train", "c.yaml", "model.dtype=→😀", cwd=tmp_path, **environment)
+    assert wrong.returncode == 2
+    assert b"Traceback" not in wrong.stderr
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m frugal schema | head -n 1"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, timeout=60)
+    assert done.stdout == b"{\n"
+    assert done.stderr == b""
+
+
+def test_help_has_no_boxes_and_is_quick(tmp_path: Path) -> None:
+    done = frugal("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+    for name in ("train", "preview", "fetch", "chat", "eval", "merge", "schema", "configs"):
+        assert name.encode() in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (["train", "c.yaml", "--resume"], ["train", "c.yaml", "--resume", "auto"]),
+        (["train", "--resume", "c.yaml"], ["train", "--resume", "auto", "c.yaml"]),
+        (["train", "c.yaml", "--resume", "train.seed=1"], ["train", "c.yaml", "--resume", "auto", "train.seed=1"]),
+        (["train", "c.yaml", "--resume", "--dry-run"], ["train", "c.yaml", "--resume", "auto", "--dry-run"]),
+        (["train", "c.yaml", "--resume", "out/checkpoint-5"], ["train", "c.yaml", "--resume", "out/checkpoint-5"]),
+        (["train", "c.yaml", "--resume", "auto"], ["train", "c.yaml", "--resume", "auto"]),
+    ],
+)
+def test_resume_alone_means_auto(written: list[str], meant: list[str]) -> None:
+    assert resume_argument(written) == meant
+
+
+def test_modules_that_share_a_public_name_can_be_called(tmp_path: Path) -> None:
+    code = """
+import types, frugal
+assert callable(frugal.fetch) and isinstance(frugal.fetch, types.ModuleType)
+import frugal.fetch as module
+from frugal.fetch import is_known
+from frugal import fetch
+assert module is fetch is frugal.fetch and is_known("chatterbot-corpus")
+try:
+    frugal.fetch("no such thing")
+except frugal.FrugalError:
+    pass
+else:
+    raise SystemExit("no error")
+try:
+    frugal.nothing
+except AttributeError as error:
+    assert "nothing" in str(error)
+assert "load_config" in dir(frugal)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
