@@ -30,9 +30,11 @@ class RunLock:
         self._say = say
         self._token = secrets.token_hex(8)
         self._held = False
+        self._made_folder = False
 
     def __enter__(self) -> RunLock:
         try:
+            self._made_folder = not self.path.parent.exists()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._take()
         except OSError as error:
@@ -48,6 +50,8 @@ class RunLock:
         if self._held and _read(self.path).get("token") == self._token:
             with contextlib.suppress(OSError):  # a folder that became read-only: the lock is recognised as stale
                 self.path.unlink()
+                if self._made_folder and not any(self.path.parent.iterdir()):
+                    self.path.parent.rmdir()  # the run failed before it wrote anything: leave nothing
         self._held = False
 
     def alive(self) -> None:

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from frugal.data import TokenDataset
 from frugal.errors import CheckpointError
 from frugal.files import read_json
 from frugal.save.checkpoint import find_latest, why_incomplete
@@ -42,6 +45,14 @@ def config_hash(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
+def data_fingerprint(rows: TokenDataset) -> str:
+    """SHA-256 of tokenised rows: ids, targets and document limits, in order."""
+    digest = hashlib.sha256()
+    for array in (rows.input_ids, rows.trained, rows.doc_starts, rows.row_docs):
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as dotted keys; lists stay values."""
     flat: dict[str, Any] = {}
@@ -68,7 +79,7 @@ def starting_point(
 ) -> Path | None:
     """The checkpoint to go on from, None for a fresh start.
 
-    ``resume`` None or False starts fresh, and refuses a folder that already holds a run. True (or "latest") takes the
+    ``resume`` None or False starts fresh, and refuses a folder that already holds a run. True (or "auto", "latest") takes the
     newest complete checkpoint of the folder, and starts fresh with a message when it holds none, so that one command
     serves a machine that is restarted at any time. A path names one checkpoint.
     """
@@ -78,7 +89,7 @@ def starting_point(
     if resume is None or resume is False:
         _refuse_used(run_dir, config)
         return None
-    if resume is True or resume == "latest":
+    if resume is True or resume in ("auto", "latest"):
         latest = find_latest(run_dir, say)
         if latest is None:
             say(f"{run_dir} holds no complete checkpoint: starting from the beginning")

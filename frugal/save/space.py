@@ -47,6 +47,12 @@ def check_space(run_dir: Path, *, one_bytes: int, kept: int) -> None:
         )
 
 
+def kept_at_once(limit: int | None, keep_best: bool, total_saves: int) -> int:
+    """Most checkpoints that lie in the folder at the same time."""
+    most = total_saves if limit is None else limit + int(keep_best)
+    return min(most, total_saves)
+
+
 def size(count: float) -> str:
     """`3.2 GB`; decimal units, as disks are sold and as `df -H` prints."""
     for unit in ("bytes", "kB", "MB", "GB"):

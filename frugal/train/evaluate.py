@@ -46,7 +46,7 @@ def evaluate_rows(
     total = torch.zeros(2, dtype=torch.float64)  # sum of losses, number of targets
     try:
         for batch in _batches(data, batch_size, rank, world_size):
-            rows = collate([data[row] for row in batch], pad_id, flat)
+            rows = collate([data[row] for row in batch], pad_id, flat=flat)
             loss_sum, count = module(to_device(rows, device))
             total += torch.stack([loss_sum.double().cpu(), count.double().cpu()])
     finally:

@@ -194,7 +194,7 @@ def _sync(accelerator: Accelerator, wrapped: torch.nn.Module, last: bool) -> Any
 
 def _collate(job: Job, micro: list[int], spare: int) -> dict[str, torch.Tensor]:
     """A micro-batch; an empty one becomes ``spare`` with nothing to train, which adds exactly 0 on this rank."""
-    batch = collate([job.rows[row] for row in (micro or [spare])], job.pad_id, job.flat)
+    batch = collate([job.rows[row] for row in (micro or [spare])], job.pad_id, flat=job.flat)
     if not micro:
         batch["labels"] = torch.full_like(batch["labels"], -100)
     return batch

@@ -1,0 +1,128 @@
+"""Checkpoints of one run: gathers what a checkpoint holds, writes, rotates, and puts it back on resume."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import set_peft_model_state_dict
+from torch import nn
+from torch.optim import Optimizer
+
+from frugal.adapters import adapter_state, save_adapter
+from frugal.config import OutputSection
+from frugal.errors import CheckpointError
+from frugal.save.checkpoint import ADAPTER_FILE, CheckpointParts, LoadedCheckpoint, save_checkpoint
+from frugal.save.lock import RunLock
+from frugal.save.resume import config_hash
+from frugal.save.rotation import rotate
+from frugal.save.tensors import read_tensors
+from frugal.train import ranks
+from frugal.train.loop import LoopState
+from frugal.train.optim import load_optimizer_state, optimizer_state
+from frugal.train.randomness import rng_state, seed_step_noise, set_rng_state
+from frugal.train.schedule import TrainPlan
+
+
+@dataclass
+class CheckpointWriter:
+    """Writes the checkpoints of one run. Every rank calls `save`, rank 0 writes, all meet the same outcome."""
+
+    run_dir: Path
+    model: nn.Module
+    optimizer: Optimizer
+    plan: TrainPlan
+    config: dict[str, Any]
+    """The resolved configuration, as plain values."""
+    data_fingerprint: str
+    output: OutputSection
+    device: torch.device
+    lock: RunLock | None
+    say: Callable[[str], None] = print
+
+    def save(self, state: LoopState) -> None:
+        """Write `checkpoint-<step>`, then delete what `save_total_limit` has no room for."""
+        generators = ranks.gather({key: tensor.cpu() for key, tensor in rng_state(self.device).items()})
+        ranks.on_first(lambda: self._write(state, generators))
+
+    def _write(self, state: LoopState, generators: list[dict[str, torch.Tensor]]) -> None:
+        if self.lock is not None:
+            self.lock.alive()
+        rng = {f"{rank}.{key}": tensor for rank, found in enumerate(generators) for key, tensor in found.items()}
+        content = {
+            "config": self.config,
+            "config_sha256": config_hash(self.config),
+            "plan": self.plan.as_dict(),
+            "data_fingerprint": self.data_fingerprint,
+            "world_size": ranks.world_size(),
+            "loop": asdict(state),
+        }
+        parts = CheckpointParts(self._write_adapter, optimizer_state(self.optimizer), rng, content)
+        try:
+            save_checkpoint(self.run_dir, state.step, parts)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {self._rescue(state.step)}") from error
+        best = state.best_step if self.output.keep_best else None
+        rotate(self.run_dir, limit=self.output.save_total_limit, best_step=best)
+
+    def _write_adapter(self, folder: Path) -> None:
+        save_adapter(self.model, folder)
+
+    def _rescue(self, step: int) -> str:
+        """Save the adapter in the system's temporary folder, so that its training is not lost. Returns a sentence."""
+        folder = Path(tempfile.mkdtemp(prefix=f"frugal-{self.run_dir.name}-step-{step}-"))
+        try:
+            save_adapter(self.model, folder)
+        except Exception as error:  # whatever it is, the first error is the one to report
+            return f"The adapter of step {step} could not be saved in {folder} either ({error})."
+        return f"The adapter of step {step} (without optimizer state) was saved in {folder}."
+
+
+def put_adapter(model: nn.Module, folder: Path) -> None:
+    """Load a checkpoint's adapter into the adapter that the model has already, bit for bit.
+
+    Nothing is wrapped again. Raises CheckpointError when names or shapes differ.
+    """
+    path = folder / ADAPTER_FILE
+    tensors, _ = read_tensors(path)
+    present = adapter_state(model)
+    unlike = sorted(
+        name
+        for name in tensors.keys() | present.keys()
+        if name not in tensors or name not in present or tensors[name].shape != present[name].shape
+    )
+    if unlike:
+        raise CheckpointError(
+            f"{path} does not fit this run's adapter: {len(unlike)} tensors differ in name or shape, the first is "
+            f"{unlike[0]}. Set the lora section back to what it was."
+        )
+    set_peft_model_state_dict(model, tensors)
+    for name, tensor in adapter_state(model).items():
+        if not torch.equal(tensor.cpu(), tensors[name].to(tensor.dtype)):
+            raise AssertionError(f"{name} is not what {path} holds after loading")
+
+
+def restore(
+    checkpoint: LoadedCheckpoint,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    device: torch.device,
+    seed: int,
+    say: Callable[[str], None] = print,
+) -> LoopState:
+    """Put adapter, optimizer and random generators back; returns the loop's state."""
+    put_adapter(model, checkpoint.folder)
+    load_optimizer_state(optimizer, checkpoint.optimizer, str(checkpoint.folder / "optimizer.safetensors"))
+    prefix = f"{ranks.rank()}."
+    generators = {name.removeprefix(prefix): t for name, t in checkpoint.rng.items() if name.startswith(prefix)}
+    if checkpoint.state.get("world_size") == ranks.world_size() and "cpu" in generators:
+        set_rng_state(generators, device)
+    else:
+        say(f"{checkpoint.folder} was written by another number of processes: dropout draws new random numbers")
+        seed_step_noise(seed + checkpoint.step, ranks.rank())
+    return LoopState(**checkpoint.state["loop"])

@@ -1,0 +1,75 @@
+"""The lines that end a run: what it reached and where everything is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from frugal.train.evaluate import perplexity
+from frugal.train.loop import LoopState
+from frugal.train.progress import duration
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What `frugal.train` returns. Plain values: it keeps no model alive."""
+
+    run_dir: Path
+    steps: int
+    epochs: float
+    final_loss: float | None
+    """Loss of the last step."""
+    eval_loss_before: float | None
+    """Token-mean loss on the evaluation rows before the first step."""
+    eval_loss: float | None
+    """The same at the end (of the best checkpoint with `output.keep_best`)."""
+    best_step: int | None
+    tokens: int
+    seconds: float
+    peak_memory_bytes: int
+
+
+def summarise(run_dir: Path, state: LoopState, *, epochs: float, kept_best: bool, peak_bytes: int) -> TrainResult:
+    """The result of a finished loop."""
+    return TrainResult(
+        run_dir=run_dir,
+        steps=state.step,
+        epochs=epochs,
+        final_loss=state.last_loss,
+        eval_loss_before=state.first_eval_loss,
+        eval_loss=state.best_eval_loss if kept_best else state.eval_loss,
+        best_step=state.best_step,
+        tokens=state.tokens,
+        seconds=state.seconds,
+        peak_memory_bytes=peak_bytes,
+    )
+
+
+def summary_lines(result: TrainResult, samples: list[dict[str, str]]) -> list[str]:
+    """The closing summary, one string a line."""
+    lines = ["", f"Trained {result.steps} steps ({result.epochs:.2f} epochs) in {duration(result.seconds)}."]
+    if result.final_loss is not None:
+        lines.append(f"  loss of the last step   {result.final_loss:.4f}")
+    if result.eval_loss is not None and result.eval_loss_before is not None:
+        before, after = result.eval_loss_before, result.eval_loss
+        lines.append(
+            f"  held-out loss           {before:.4f} -> {after:.4f} "
+            f"(perplexity {perplexity(before):.2f} -> {perplexity(after):.2f})"
+        )
+    lines.append(f"  peak memory             {result.peak_memory_bytes / 2**30:.2f} GiB")
+    for sample in samples:
+        lines += ["", f"  Q       {sample['prompt']}", f"  before  {sample.get('before') or '-'}"]
+        lines.append(f"  after   {sample.get('after') or '-'}")
+    run = result.run_dir
+    entries = {
+        "adapter": run / "adapter_model.safetensors",
+        "loss of every step": run / "train_log.jsonl",
+        "samples": run / "samples.json" if samples else None,
+        "model card": run / "README.md",
+        "what ran": run / "manifest.json",
+        "checkpoints": run,
+    }
+    lines.append("")
+    lines += [f"  {name:<20}  {path}" for name, path in entries.items() if path is not None]
+    lines += ["", f"  talk to it:  frugal chat {run}", f"  merge it:    frugal merge {run} --out DIR"]
+    return lines

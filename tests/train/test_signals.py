@@ -1,0 +1,53 @@
+"""Ctrl-C and SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from frugal.errors import Interrupted
+from frugal.train.signals import StopRequest
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_first_sets_a_flag_second_leaves_at_once(number: signal.Signals, code: int) -> None:
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    said: list[str] = []
+    with pytest.raises(Interrupted) as caught, StopRequest(said.append) as stop:  # noqa: PT012
+        assert stop.exit_code is None
+        os.kill(os.getpid(), number)
+        assert stop.exit_code == code
+        assert len(said) == 1
+        os.kill(os.getpid(), number)
+    assert caught.value.exit_code == code
+    assert {each: signal.getsignal(each) for each in before} == before
+
+
+def test_handlers_of_others_come_back() -> None:
+    def mine(number: int, frame: object) -> None: ...
+
+    former = signal.signal(signal.SIGTERM, mine)
+    try:
+        with StopRequest():
+            assert signal.getsignal(signal.SIGTERM) is not mine
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def test_another_thread_has_no_handlers_and_can_be_asked() -> None:
+    outcome: list[object] = []
+
+    def run() -> None:
+        with StopRequest() as stop:
+            outcome.append(stop.exit_code)
+            stop.request()
+            outcome.append(stop.exit_code)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert outcome == [None, 130]
