@@ -143,7 +143,7 @@ class Account:
                 _row(figures, [part], [counts.get(name, "") for name in names])
             yield figures
         for source in self.sources:
-            renamed = [f"{word} → {role}" for word, role in source.roles.items() if word != role]
+            renamed = [f"{word} -> {role}" for word, role in source.roles.items() if word != role]
             if renamed:
                 yield Text(f"roles in {source.path}: {', '.join(renamed)}")
         for note in self.notes:

@@ -1,9 +1,9 @@
 """Sources into one list of examples and the account of what was left out.
 
-Mixing: a source's weight says how often each of its rows is seen in an epoch. Whole copies come first, then a part of the
-rows for the fraction: 0.5 takes half of them, 2.5 takes each twice and half of them once more. Which rows those are, and
-which are held out, depends on the seed, the source's place in the list and the row's place in the source, and on nothing
-else: not on the number of processes or on the version of any random generator.
+Mixing: a source's weight says how often each of its rows is seen in an epoch. Whole copies come first, then a part of
+the rows for the fraction: 0.5 takes half of them, 2.5 takes each twice and half of them once more. Which rows those
+are, and which are held out, depends on the seed, the source's place in the list and the row's place in the source, and
+on nothing else: not on the number of processes or on the version of any random generator.
 """
 
 from __future__ import annotations
@@ -47,21 +47,26 @@ class _Faults:
     shown: list[str] = field(default_factory=list)
     rows: int = 0
     fatal: bool = False
-    advice: list[str] = field(default_factory=list)
 
     def add(self, file: str, line: int, fault: RowFault) -> None:
         self.rows += 1
         if len(self.shown) < _SHOWN_FAULTS:
             self.shown.append(f"{file}:{line}: {fault}")
 
-    def message(self, rows_read: int) -> str:
+    def include(self, other: _Faults) -> None:
+        self.rows += other.rows
+        self.fatal = self.fatal or other.fatal
+        self.shown += other.shown[: _SHOWN_FAULTS - len(self.shown)]
+
+    def lines(self) -> str:
         more = f"\nand {self.rows - len(self.shown):,} more" if self.rows > len(self.shown) else ""
-        lines = "\n".join(self.shown) + more
-        advice = "".join(f"\n{text}" for text in self.advice)
+        return "\n".join(self.shown) + more
+
+    def message(self, rows_read: int) -> str:
         if self.fatal:
-            return f"{lines}{advice}"
+            return self.lines()
         head = f"{self.rows:,} of {rows_read:,} rows cannot be used:\n" if self.rows > 1 else ""
-        return f"{head}{lines}{advice}\nCorrect them, or set `data.on_bad_row: drop` to leave them out and count them."
+        return f"{head}{self.lines()}\nCorrect them, or set `data.on_bad_row: drop` to leave them out and count them."
 
 
 def load_examples(
@@ -109,13 +114,17 @@ def load_train_eval(data: DataSection, *, seed: int) -> tuple[list[Example], lis
 
 def _load(sources: Sequence[SourceSection], on_bad_row: OnBadRow, part: str, account: Account) -> list[_Loaded]:
     faults = _Faults()
-    loaded = [_load_one(source, on_bad_row, part, account, faults) for source in sources]
+    loaded: list[_Loaded] = []
+    for source in sources:
+        one, found = _load_one(source, on_bad_row, part, account)
+        loaded.append(one)
+        faults.include(found)
     if faults.fatal or (faults.rows and on_bad_row == "error"):
         raise DataError(faults.message(account.rows_read(part)))
     return loaded
 
 
-def _load_one(source: SourceSection, on_bad_row: OnBadRow, part: str, account: Account, faults: _Faults) -> _Loaded:
+def _load_one(source: SourceSection, on_bad_row: OnBadRow, part: str, account: Account) -> tuple[_Loaded, _Faults]:
     rows: Iterator[RawRow | BadRow] = read_rows(source, account)
     if source.max_rows is not None:
         rows = itertools.islice(rows, source.max_rows)
@@ -135,7 +144,7 @@ def _load_one(source: SourceSection, on_bad_row: OnBadRow, part: str, account: A
     elif sample:
         count.format = detect_format(sample, source.path)
     placeholders: dict[str, tuple[int, str]] = {}
-    before = faults.rows
+    faults = _Faults()
     for row in itertools.chain(head, rows):
         count.rows_read += 1
         fault = row.fault if isinstance(row, BadRow) else None
@@ -161,13 +170,9 @@ def _load_one(source: SourceSection, on_bad_row: OnBadRow, part: str, account: A
         plural = "row contains" if times == 1 else "rows contain"
         account.note(f"{times} {plural} {{{{{name}}}}} (first: {first}): fill it in before training")
     if not loaded.examples and on_bad_row == "drop" and not faults.fatal:
-        raise DataError(_no_usable_row(source, faults.rows - before, faults, advice))
-    return loaded
-
-
-def _no_usable_row(source: SourceSection, bad: int, faults: _Faults, advice: str | None) -> str:
-    shown = "\n".join(faults.shown[-min(bad, _SHOWN_FAULTS) :])
-    return f"{source.path}: none of {bad:,} rows can be used.\n{shown}" + (f"\n{advice}" if advice else "")
+        more = f"\n{advice}" if advice else ""
+        raise DataError(f"{source.path}: none of {faults.rows:,} rows can be used.\n{faults.lines()}{more}")
+    return loaded, faults
 
 
 def _see_placeholders(example: Example, found: dict[str, tuple[int, str]]) -> None:

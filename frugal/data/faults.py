@@ -42,7 +42,7 @@ class BadRow:
 
 def shorten(text: str, limit: int = 40) -> str:
     """A key or role as it may stand in a message: quoted, without control characters, at most ``limit`` characters."""
-    return repr(text if len(text) <= limit else text[: limit - 1] + "…")
+    return repr(text if len(text) <= limit else text[: limit - 3] + "...")
 
 
 def kind_of(value: Any) -> str:

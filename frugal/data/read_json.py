@@ -81,11 +81,10 @@ def _has_object_line(lines: list[tuple[int, bytes]]) -> bool:
 
 def _lines(lines: Iterable[tuple[int, bytes]], file: str) -> Iterator[RawRow | BadRow]:
     for number, line in lines:
-        stripped = line.strip()
-        if not stripped:
+        if not line.strip():
             continue
         try:
-            yield _row(loads(decode(stripped, line)), file, number)
+            yield _row(loads(decode(line.rstrip(b"\r\n"))), file, number)
         except RowFault as fault:
             yield BadRow(fault, file, number)
 
@@ -97,13 +96,13 @@ def _row(value: Any, file: str, line: int) -> RawRow | BadRow:
     return BadRow(fault, file, line)
 
 
-def decode(data: bytes, line: bytes | None = None) -> str:
-    """UTF-8 text; a fault names the byte and its place in ``line``, which ``data`` is a part of."""
+def decode(line: bytes) -> str:
+    """A line as UTF-8 text; a fault names the byte and its place."""
     try:
-        return data.decode("utf-8")
+        return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        offset = (line.find(data) if line is not None else 0) + error.start
-        raise RowFault("not UTF-8 text", f"byte 0x{data[error.start]:02x}, byte {offset + 1} of the line") from None
+        place = f"byte 0x{line[error.start]:02x}, byte {error.start + 1} of the line"
+        raise RowFault("not UTF-8 text", place) from None
 
 
 def _whole(head: list[tuple[int, bytes]], lines: Iterable[tuple[int, bytes]], file: str) -> Iterator[RawRow | BadRow]:
@@ -148,7 +147,7 @@ def _array(text: str, start: int, file: str, line: int, closing: str = "") -> It
         counted = position
         if text[position : position + 1] == "]":
             if comma:
-                yield BadRow(JsonSyntaxFault(text, position, "trailing comma"), file, line, fatal=True)
+                yield _fatal(JsonSyntaxFault(text, position, "trailing comma"), text, counted, file, line)
                 return
             break
         try:
@@ -186,5 +185,5 @@ def _array(text: str, start: int, file: str, line: int, closing: str = "") -> It
 def _fatal(fault: RowFault, text: str, known: int, file: str, line: int) -> BadRow:
     """A fault that ends the file, at the line of its own position; ``known`` is a character on ``line``."""
     if isinstance(fault, JsonSyntaxFault):
-        line += text.count("\n", known, fault.position)
+        line += text.count("\n", known, fault.position) - text.count("\n", fault.position, known)
     return BadRow(fault, file, line, fatal=True)

@@ -40,7 +40,7 @@ def role_of(word: Any, turn: str) -> tuple[Role, bool]:
         raise RowFault("a role is not a text", f"{turn}: {kind_of(word)}")
     known = _BY_WORD.get(word) or _BY_WORD.get(word.strip().casefold())
     if known is None:
-        raise RowFault(f"unknown role {shorten(word)}", f"{turn}; known: {', '.join(_BY_WORD)}")
+        raise RowFault("unknown role", f"{shorten(word)} in {turn}; known: {', '.join(_BY_WORD)}")
     if known == FUNCTION_CALL:
         return "assistant", True
     return _ROLES[known], False

@@ -16,6 +16,7 @@ from frugal.data.faults import RowFault, shorten
 NOT_JSON = "not valid JSON"
 RIGHT_FORM = '{"prompt": "...", "completion": "..."}'
 
+_TRAILING_COMMA = "a comma before the closing bracket"
 _SPACE = re.compile(r"[ \t\n\r]*")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -109,8 +110,10 @@ class JsonSyntaxFault(RowFault):
     """Text that is not JSON, with what is wrong in words and the place in ``position`` (a character index)."""
 
     def __init__(self, text: str, position: int, message: str) -> None:
-        self.position = position
         self.hint = _hint(text, position, message)
+        if self.hint == _TRAILING_COMMA and text[position : position + 1] != ",":
+            position = text.rfind(",", 0, position)  # Python before 3.13 points at the bracket
+        self.position = position
         column = position - text.rfind("\n", 0, position)
         super().__init__(NOT_JSON, f"column {column}: {self.hint}")
 
@@ -126,7 +129,7 @@ def _hint(text: str, position: int, message: str) -> str:
     if message.startswith("nested"):
         return message
     if "trailing comma" in message or (here and here in "}]" and before == ","):
-        return "a comma before the closing bracket"
+        return _TRAILING_COMMA
     if message.startswith("Unterminated string"):
         return "a text that starts here has no closing quote"
     if skip_space(text, position) == len(text):
