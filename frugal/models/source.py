@@ -1,4 +1,4 @@
-"""Where a base model comes from: a name that `frugal fetch` knows, a local folder, or a hub id. No weight is read here."""
+"""Where a base model comes from: a name that `frugal fetch` knows, a local folder, or a hub id. Reads no weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from frugal.errors import ModelError, UnsupportedError
+from frugal.errors import ConfigError, ModelError, UnsupportedError
 from frugal.fetch import CATALOGUE, fetch, is_known
 from frugal.files import read_json
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
-# What is taken from a hub: weights as safetensors, and text. Never pickles (*.bin, *.pt, *.ckpt), never original/ copies.
+# What is taken from a hub: weights as safetensors, and text. Never pickles (*.bin, *.pt), never copies in subfolders.
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 _HUB_IGNORE = ["original/*", "onnx/*", "gguf/*", "*/*.safetensors"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -60,7 +60,11 @@ def resolve_base(base: str, revision: str | None = None, *, trust_remote_code: b
         UnsupportedError: its format or code is not accepted.
     """
     folder = Path(base).expanduser()
+    if revision is not None and (is_known(base) or folder.exists()):
+        raise ConfigError(f"model.revision is for hub ids; {base} is none. Remove it.")
     if is_known(base):
+        if CATALOGUE[base].kind != "model":
+            raise ConfigError(f"model.base: {base} is a data set. {_near(base).strip()}")
         path = fetch(base)
         return BaseSource(base, path, "catalogue", CATALOGUE[base].version)
     if folder.is_dir():
@@ -71,6 +75,8 @@ def resolve_base(base: str, revision: str | None = None, *, trust_remote_code: b
         raise ModelError(f"model.base is the file {base}; it must be a folder, a hub id, or a name that fetch knows.")
     if base.startswith((".", "/", "~", "\\")) or not _HUB_ID.fullmatch(base):
         raise ModelError(f"model.base: there is no folder {base} (looked in {Path.cwd()}).{_near(base)}")
+    if "/" not in base and difflib.get_close_matches(base.lower(), CATALOGUE, n=1, cutoff=0.8):
+        raise ModelError(f"model.base: there is no folder {base!r} and no such name.{_near(base)}")
     return _from_hub(base, revision, trust_remote_code)
 
 
@@ -135,14 +141,14 @@ def _refuse_other_formats(folder: Path, names: set[str]) -> None:
     pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
     if pickles:
         raise UnsupportedError(
-            f"{folder} holds weights as pickles ({pickles[0]}), which can run code when they are read; frugal never reads "
-            "them. Use a safetensors version of the model, or convert it where you trust it: "
+            f"{folder} holds weights as pickles ({pickles[0]}), which can run code when they are read; frugal never "
+            "reads them. Use a safetensors version of the model, or convert it where you trust it: "
             "`AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)` in transformers."
         )
 
 
 def _check_code(base: str, config: dict[str, Any], trust_remote_code: bool) -> None:
-    """A model that needs its own Python code is refused unless that was asked for; one that transformers knows is not."""
+    """Refuse a model that needs its own Python code, unless that was asked for. One that transformers knows needs none."""
     if trust_remote_code or "auto_map" not in config:
         return
     model_type = config.get("model_type", "")
@@ -181,8 +187,8 @@ def _from_hub(base: str, revision: str | None, trust_remote_code: bool) -> BaseS
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:
         reason = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         raise ModelError(
-            f"model.base: {base!r} is no local folder, is not in the hub cache, and {reason}. Download it where there is "
-            f"a network (`hf download {base}`), or give a local folder.{_near(base)}"
+            f"model.base: {base!r} is no local folder, is not in the hub cache, and {reason}. Download it where there "
+            f"is a network (`hf download {base}`), or give a local folder.{_near(base)}"
         ) from error
     except (hub.HfHubHTTPError, OSError) as error:
         raise ModelError(f"Cannot get {base} from the hub: {error}") from error

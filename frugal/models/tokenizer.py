@@ -57,8 +57,8 @@ def load_tokenizer(
         raise ModelError(f"The tokenizer in {source.path} cannot be loaded: {error}") from error
     if not tokenizer.is_fast:
         raise UnsupportedError(
-            f"The tokenizer of {source.name} has no fast form (tokenizer.json). Offsets of tokens in the text are needed "
-            "to know which tokens are trained."
+            f"The tokenizer of {source.name} has no fast form (tokenizer.json). Offsets of tokens in the text are "
+            "needed to know which tokens are trained."
         )
     choice = choose_pad(tokenizer, table_rows(source.config()))
     if tokenizer.pad_token != choice.token:
@@ -91,7 +91,7 @@ def new_token_ids(tokenizer: PreTrainedTokenizerBase, add_tokens: Sequence[str])
 
 
 def rows_needed(tokenizer: PreTrainedTokenizerBase, config: Any) -> int:
-    """Rows the embedding table must have: those it has (padded tables stay padded), or one per token if that is more."""
+    """Rows the embedding table must have: those it has (a padded table stays so), or one per token if that is more."""
     highest = max(tokenizer.get_vocab().values(), default=-1)
     return max(table_rows(config), highest + 1)
 

@@ -1,0 +1,233 @@
+"""Loading a base model, quantised while it is read.
+
+The model is built on the meta device, its linear layers are replaced by empty NF4 layers, and the checkpoint is read
+tensor by tensor: each is quantised (or cast) and dropped before the next. Host memory stays at the 4-bit size plus one
+tensor.
+
+Dtypes. NF4 codes come from the checkpoint's own numbers. What is dense and 16-bit in the checkpoint stays 16-bit: cast to
+the compute dtype where that is a 16-bit one, else (float32 compute) embeddings, head and unquantised linear layers keep
+their bytes and are widened while used (`frugal.models.stored`), and only vectors (norms, biases) become float32. A
+float32 checkpoint is cast to the compute dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from frugal.errors import ModelError, UnsupportedError
+from frugal.models.report import LoadReport, count_bytes, count_parameters, dtype_name
+from frugal.models.skeleton import KeyMap, build_meta, fill_buffers, ignorable, linear_kinds, map_keys, put_nf4
+from frugal.models.source import BaseSource, weight_files
+from frugal.models.stored import keep_stored
+from frugal.models.tensor_file import TensorEntry, read_entries, read_tensor
+from frugal.quant.nf4 import NF4Linear
+
+
+@dataclass
+class LoadedBase:
+    """A frozen base model and the account of how it was loaded."""
+
+    model: PreTrainedModel
+    report: LoadReport
+
+
+def load_base(
+    source: BaseSource,
+    *,
+    quantize: Literal["nf4", "none"] = "nf4",
+    double_quant: bool = True,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    vocab_size: int | None = None,
+) -> LoadedBase:
+    """Load ``source`` frozen, in eval mode, on ``device``, computing in ``dtype``.
+
+    ``vocab_size``: rows that the embedding table must have at least (`frugal.models.tokenizer.rows_needed`); new rows
+    start as the mean of the old ones. A table that is larger already stays as it is.
+
+    Raises:
+        ModelError: the checkpoint is damaged, or weights are missing (all of them named).
+        UnsupportedError: it is quantised already, or transformers has no class for it.
+    """
+    start, device = time.monotonic(), torch.device(device)
+    config = source.config()
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedError(
+            f"{source.name} is quantised already (quantization_config in its config.json). Give the original 16-bit "
+            "model: frugal quantises while loading."
+        )
+    model = build_meta(config, trust_remote_code=trust_remote_code)
+    report = LoadReport(
+        base=source.reference,
+        architecture=type(model).__name__,
+        quantize=quantize,
+        double_quant=double_quant and quantize == "nf4",
+        compute_dtype=dtype_name(dtype),
+        remote_code=trust_remote_code and "auto_map" in config.to_dict(),
+    )
+    linears, report.kept = linear_kinds(model)
+    report.quantized = linears if quantize == "nf4" else []
+    entries: dict[str, TensorEntry] = {}
+    for path in weight_files(source.path):
+        entries.update(read_entries(path))
+    keys = map_keys(model, entries, {name: entry.shape for name, entry in entries.items()})
+    report.route_reason = keys.conversion
+    if not report.route_reason:
+        put_nf4(model, report.quantized, double_quant)
+        unset = fill_buffers(model, device)
+        if unset:
+            report.route_reason = f"buffers that the model does not initialise itself: {', '.join(unset[:3])}"
+    if report.route_reason:
+        report.route = "transformers"
+        model = _through_transformers(source, report, trust_remote_code, double_quant, dtype, device)
+    else:
+        _stream(model, entries, keys, dtype, device)
+        _tie(model, keys)
+        _refuse_missing(model, source)
+        report.unexpected = ignorable(model, keys.unexpected, missing=False)
+    model.requires_grad_(False)
+    if vocab_size is not None:
+        report.resized_rows = _grow(model, vocab_size)
+    report.stored = keep_stored(model, dtype)
+    _finish(model, source)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    report.tied_head = head is not None and head.weight is embedding.weight
+    report.parameters, report.bytes_by_kind = count_parameters(model), count_bytes(model)
+    report.seconds = time.monotonic() - start
+    return LoadedBase(model, report)
+
+
+def resident_dtype(stored: torch.dtype, ndim: int, compute: torch.dtype) -> torch.dtype:
+    """Dtype in memory of an unquantised tensor: matrices of 16 bits never become float32, everything else computes."""
+    if not stored.is_floating_point:
+        return stored
+    if ndim >= 2 and stored.itemsize == 2 and compute == torch.float32:
+        return stored
+    return compute
+
+
+def _stream(
+    model: PreTrainedModel,
+    entries: dict[str, TensorEntry],
+    keys: KeyMap,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    embeddings_and_linears = {
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)
+    }
+    with contextlib.ExitStack() as stack:
+        handles: dict[Path, IO[bytes]] = {}
+        for name in sorted(keys.targets, key=lambda name: (entries[name].path, entries[name].begin)):
+            entry = entries[name]
+            if entry.path not in handles:
+                handles[entry.path] = stack.enter_context(open(entry.path, "rb", buffering=0))
+            owner, _, part = keys.targets[name].rpartition(".")
+            module = model.get_submodule(owner)
+            tensor = read_tensor(handles[entry.path], entry).to(device)
+            if isinstance(module, NF4Linear) and part == "weight":
+                module.quantize_(tensor if tensor.dtype.itemsize <= 4 else tensor.float())
+                continue
+            # Only embeddings and linear layers can be widened while used; other matrices must be ready.
+            ndim = tensor.ndim if owner in tables else 0
+            _put(module, part, tensor.to(resident_dtype(tensor.dtype, ndim, dtype)))
+
+
+def _put(module: nn.Module, part: str, tensor: torch.Tensor) -> None:
+    """Set a parameter or buffer that so far lies on the meta device."""
+    if part in module._parameters:
+        module._parameters[part] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[part] = tensor
+
+
+def _tie(model: PreTrainedModel, keys: KeyMap) -> None:
+    """Share tied weights, in whichever direction the checkpoint has them, as transformers' own loading does."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    model.tie_weights(missing_keys={name for name in keys.missing if name in names}, recompute_mapping=False)
+
+
+def _refuse_missing(model: PreTrainedModel, source: BaseSource) -> None:
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    missing = ignorable(model, (name for name, tensor in tensors.items() if tensor.is_meta), missing=True)
+    if missing:
+        shown = ", ".join(missing[:12]) + (f" and {len(missing) - 12} more" if len(missing) > 12 else "")
+        raise ModelError(
+            f"{source.path} does not hold all weights of {type(model).__name__}; missing: {shown}. A model with random "
+            "weights in their place would be useless: get the whole checkpoint, or correct its config.json."
+        )
+    for name, tensor in tensors.items():  # harmless when missing, by the class's own word, but not without memory
+        if tensor.is_meta:
+            owner, _, part = name.rpartition(".")
+            _put(model.get_submodule(owner), part, torch.zeros(tensor.shape, dtype=tensor.dtype))
+
+
+def _through_transformers(
+    source: BaseSource,
+    report: LoadReport,
+    trust_remote_code: bool,
+    double_quant: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PreTrainedModel:
+    """Whole model on the CPU in the checkpoint's dtype, then quantised layer by layer. Needs its 16-bit size."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        source.path, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True
+    )
+    bad = ignorable(model, info["missing_keys"], missing=True) + [str(key) for key in info["mismatched_keys"]]
+    if bad:
+        raise ModelError(
+            f"{source.path} does not hold all weights of {type(model).__name__}; missing: {', '.join(bad[:12])}."
+        )
+    report.unexpected = ignorable(model, info["unexpected_keys"], missing=False)
+    for name in report.quantized:
+        linear = model.get_submodule(name)
+        model.set_submodule(name, NF4Linear.from_linear(linear.to(device), double_quant))
+    tables = {id(module) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            ndim = parameter.ndim if id(module) in tables else 0
+            parameter.data = parameter.data.to(resident_dtype(parameter.dtype, ndim, dtype))
+    return model.to(device)
+
+
+@torch.no_grad()
+def _grow(model: PreTrainedModel, rows: int) -> tuple[int, int] | None:
+    """Give the embedding table (and an untied head) ``rows`` rows. New ones are the mean of the old: the same each time."""
+    before = int(model.get_input_embeddings().weight.shape[0])
+    if rows <= before:
+        return None
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    tables: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    for table in tables:
+        if table is not None:
+            table.weight[before:] = _mean_row(table.weight[:before])
+            table.weight.requires_grad_(False)
+    return before, rows
+
+
+def _mean_row(weight: torch.Tensor, chunk_rows: int = 8192) -> torch.Tensor:
+    total = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+    for start in range(0, weight.shape[0], chunk_rows):
+        total += weight[start : start + chunk_rows].sum(dim=0, dtype=torch.float64)
+    return (total / weight.shape[0]).to(weight.dtype)
+
+
+def _finish(model: PreTrainedModel, source: BaseSource) -> None:
+    if (source.path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source.path)
+    model.config._name_or_path = source.reference
+    model.name_or_path = source.reference
+    model.eval()

@@ -1,0 +1,117 @@
+"""What loading did: which layers became what, dtypes, bytes, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from frugal.quant.nf4 import NF4Linear
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass
+class LoadReport:
+    """The account of one loaded base model; goes into the run's manifest."""
+
+    base: str
+    architecture: str
+    quantize: str
+    double_quant: bool
+    compute_dtype: str
+    adapter_dtype: str = "float32"
+    route: str = "streamed"
+    """streamed: tensor by tensor from the files. transformers: through from_pretrained, see route_reason."""
+    route_reason: str = ""
+    quantized: list[str] = field(default_factory=list)
+    """Names of the layers stored in NF4."""
+    kept: dict[str, str] = field(default_factory=dict)
+    """Linear layers (and large weights) that were not quantised, with the reason."""
+    stored: list[str] = field(default_factory=list)
+    """Modules that keep the checkpoint's 16 bits and are widened to the compute dtype while used."""
+    unexpected: list[str] = field(default_factory=list)
+    """Tensors of the checkpoint that the model has no place for."""
+    remote_code: bool = False
+    """Whether the model's own Python code was run."""
+    resized_rows: tuple[int, int] | None = None
+    """(before, after) when the embedding table grew for added tokens."""
+    tied_head: bool = False
+    parameters: int = 0
+    """Weights of the dense model, a tied head counted once."""
+    bytes_by_kind: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all parameters and buffers."""
+        return sum(self.bytes_by_kind.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the manifest: plain values, layer names as counts by their last part."""
+        values = {key: value for key, value in vars(self).items() if key != "quantized"}
+        values["quantized"] = dict(Counter(name.rsplit(".", 1)[-1] for name in self.quantized))
+        values["total_bytes"] = self.total_bytes
+        return values
+
+    def lines(self) -> list[str]:
+        """A few lines for the terminal."""
+        kinds = ", ".join(f"{kind} {count / 1e6:.1f} MB" for kind, count in self.bytes_by_kind.items())
+        lines = [
+            f"{self.base}: {self.architecture}, {self.parameters / 1e6:.1f} M weights, {self.total_bytes / 1e6:.1f} MB "
+            f"in memory ({kinds})",
+            f"weights {'NF4' if self.quantized else 'as in the checkpoint'}, compute {self.compute_dtype}, "
+            f"adapters {self.adapter_dtype}; {len(self.quantized)} layers quantised, {len(self.kept)} kept",
+        ]
+        if self.route != "streamed":
+            lines.append(f"loaded through transformers: {self.route_reason}")
+        if self.remote_code:
+            lines.append("the model's own Python code was run (model.trust_remote_code: true)")
+        return lines
+
+
+def count_bytes(model: nn.Module) -> dict[str, int]:
+    """Bytes of a model's parameters and buffers by kind, each storage once.
+
+    Kinds: ``nf4 codes``, ``nf4 scales``, ``<dtype> embedding``, ``<dtype> head``, ``<dtype> other``, ``buffers``.
+    """
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    counts: Counter[str] = Counter()
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            if isinstance(module, NF4Linear) and name != "bias":
+                kind = "nf4 codes" if name == "weight" else "nf4 scales"
+            elif name in module._buffers:
+                kind = "buffers"
+            else:
+                part = "embedding" if module is embedding else "head" if module is head else "other"
+                kind = f"{dtype_name(tensor.dtype)} {part}"
+            counts[kind] += tensor.nbytes
+    return dict(sorted(counts.items()))
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Weights of the dense model: an NF4 layer counts in_features x out_features, a tied head once."""
+    total = 0
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if isinstance(module, NF4Linear) and name in ("weight", "absmax"):
+                total += module.in_features * module.out_features if name == "weight" else 0
+            else:
+                total += parameter.numel()
+    return total

@@ -1,0 +1,158 @@
+"""A model without memory: built on the meta device, NF4 layers in place, and how file names map onto its names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from frugal.errors import UnsupportedError
+from frugal.quant.nf4 import NF4Linear
+
+# Last parts of names of linear layers that choose experts or score: tiny, and a wrong choice costs more than the bytes.
+_ROUTERS = re.compile(r"(^|\.)(gate|router|wg|shared_expert_gate|classifier|score)$")
+
+
+def build_meta(config: Any, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The model of ``config`` on the meta device: names and shapes, no memory.
+
+    Raises:
+        UnsupportedError: transformers has no causal language model for this configuration.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise UnsupportedError(
+            f"transformers has no causal language model for model_type {config.model_type!r}: {error}"
+        ) from error
+    return model
+
+
+def linear_kinds(model: PreTrainedModel) -> tuple[list[str], dict[str, str]]:
+    """(names of linear layers to quantise, name -> reason of the weights that stay as they are)."""
+    head = model.get_output_embeddings()
+    chosen: list[str] = []
+    kept: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            if module is head:
+                kept[name] = "the head stays in 16 bits"
+            elif _ROUTERS.search(name):
+                kept[name] = "a router: tiny, and its choices are sensitive"
+            else:
+                chosen.append(name)
+        else:
+            for part, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim >= 2 and not isinstance(module, nn.Embedding):
+                    kept[f"{name}.{part}"] = f"no nn.Linear ({type(module).__name__}, {tuple(parameter.shape)})"
+    return chosen, kept
+
+
+def put_nf4(model: PreTrainedModel, names: Iterable[str], double_quant: bool) -> None:
+    """Replace the linear layers ``names`` by empty NF4 layers of the same names, on the meta device."""
+    for name in names:
+        old = model.get_submodule(name)
+        assert isinstance(old, nn.Linear)
+        new = NF4Linear(old.in_features, old.out_features, bias=False, double=double_quant, device="meta")
+        new.bias = old.bias
+        model.set_submodule(name, new.train(old.training))
+
+
+@dataclass
+class KeyMap:
+    """How a checkpoint's names map onto a model's."""
+
+    targets: dict[str, str] = field(default_factory=dict)
+    """Checkpoint name -> model name."""
+    unexpected: list[str] = field(default_factory=list)
+    """Checkpoint names without a place in the model."""
+    missing: set[str] = field(default_factory=set)
+    """Model names (tied ones included) that no checkpoint name maps to."""
+    conversion: str = ""
+    """Why names do not map one to one: tensors must be joined, split or transposed first. Empty: they do."""
+
+
+def map_keys(model: PreTrainedModel, names: Iterable[str], shapes: dict[str, tuple[int, ...]]) -> KeyMap:
+    """Map checkpoint ``names`` (``shapes`` has each one's) with transformers' own renaming rules."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    present = dict.fromkeys(state, True)
+    result = KeyMap()
+    for name in sorted(names):
+        target, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, present)
+        if converter is not None:
+            result.conversion = result.conversion or f"{name} is converted ({converter})"
+        elif target not in state:
+            result.unexpected.append(name)
+        elif state[target] != shapes[name]:
+            result.conversion = result.conversion or f"{name} is {shapes[name]}, the model has {state[target]}"
+        elif target in result.targets.values():
+            result.conversion = result.conversion or f"two tensors map to {target}"
+        else:
+            result.targets[name] = target
+    result.missing = set(state) - set(result.targets.values())
+    return result
+
+
+def ignorable(model: PreTrainedModel, names: Iterable[str], *, missing: bool) -> list[str]:
+    """``names`` without those that the model's class declares harmless when missing (or unexpected)."""
+    patterns = list(
+        (model._keys_to_ignore_on_load_missing if missing else model._keys_to_ignore_on_load_unexpected) or []
+    )
+    if not missing:
+        patterns += [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]  # buffers of old checkpoints, computed today
+    return sorted(name for name in names if not any(re.search(pattern, name) for pattern in patterns))
+
+
+_SENTINEL = 123_454_321.0  # no buffer that a model computes for itself is full of this number
+
+
+@torch.no_grad()
+def fill_buffers(model: PreTrainedModel, device: torch.device) -> list[str]:
+    """Compute the buffers that no checkpoint holds (rotary frequencies) with the model's own initialisation.
+
+    Returns the names of those that the initialisation does not set; their model must be loaded another way.
+    """
+    unset: list[str] = []
+    owner = model
+    for name, module in model.named_modules():
+        owner = _owner(model, name)
+        names = [key for key in module._non_persistent_buffers_set if module._buffers.get(key) is not None]
+        meta = [
+            key for key, buffer in module._buffers.items() if key in names and buffer is not None and buffer.is_meta
+        ]
+        if not meta:
+            continue
+        for key in meta:
+            buffer = module._buffers[key]
+            assert buffer is not None
+            fill = _SENTINEL if buffer.is_floating_point() else 0
+            module._buffers[key] = torch.full(buffer.shape, fill, dtype=buffer.dtype, device=device)
+        owner._init_weights(module)
+        for key in meta:
+            buffer = module._buffers[key]
+            assert buffer is not None
+            untouched = bool((buffer == _SENTINEL).all()) if buffer.is_floating_point() else True
+            if untouched and buffer.numel():
+                unset.append(f"{name}.{key}")
+    return unset
+
+
+def _owner(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """The innermost transformers model that holds the module ``name``: its class knows how to initialise it."""
+    owner, module = model, model
+    for part in name.split(".") if name else []:
+        module = getattr(module, part)
+        if isinstance(module, PreTrainedModel):
+            owner = module
+    return owner
