@@ -4,8 +4,8 @@ The model is built on the meta device, its linear layers are replaced by empty N
 tensor by tensor: each is quantised (or cast) and dropped before the next. Host memory stays at the 4-bit size plus one
 tensor.
 
-Dtypes. NF4 codes come from the checkpoint's own numbers. What is dense and 16-bit in the checkpoint stays 16-bit: cast to
-the compute dtype where that is a 16-bit one, else (float32 compute) embeddings, head and unquantised linear layers keep
+Dtypes. NF4 codes come from the checkpoint's own numbers. What is dense and 16-bit in the checkpoint stays 16-bit: cast
+to the compute dtype where that is a 16-bit one, else (float32 compute) embeddings, head and unquantised linear layers keep
 their bytes and are widened while used (`frugal.models.stored`), and only vectors (norms, biases) become float32. A
 float32 checkpoint is cast to the compute dtype.
 """
@@ -122,9 +122,7 @@ def _stream(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    embeddings_and_linears = {
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)
-    }
+    tables = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
     with contextlib.ExitStack() as stack:
         handles: dict[Path, IO[bytes]] = {}
         for name in sorted(keys.targets, key=lambda name: (entries[name].path, entries[name].begin)):
@@ -205,7 +203,7 @@ def _through_transformers(
 
 @torch.no_grad()
 def _grow(model: PreTrainedModel, rows: int) -> tuple[int, int] | None:
-    """Give the embedding table (and an untied head) ``rows`` rows. New ones are the mean of the old: the same each time."""
+    """Give the embedding table (and an untied head) ``rows`` rows. New ones are the mean of the old: always the same."""
     before = int(model.get_input_embeddings().weight.shape[0])
     if rows <= before:
         return None
