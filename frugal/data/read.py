@@ -35,7 +35,7 @@ def read_rows(source: SourceSection, account: Account) -> Iterator[RawRow | BadR
         DataError: the source does not exist, is of an unknown kind, or a file cannot be read at all.
     """
     path = source.path
-    local = Path(path).expanduser()
+    local = _local(path)
     if is_known(path) and not local.exists():
         file = _catalogue_file(source)
         yield from read_file(file, f"{path}/{file.name}")
@@ -55,6 +55,17 @@ def read_rows(source: SourceSection, account: Account) -> Iterator[RawRow | BadR
         yield from read_hub(path, source.name, source.split)
     else:
         raise DataError(_missing(path, local))
+
+
+def _local(path: str) -> Path:
+    """The path, with `~` resolved; refuses what no file system can hold."""
+    try:
+        local = Path(path).expanduser()
+        local.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        shown = path if len(path) < 80 else f"{path[:77]}..."
+        raise DataError(f"data path {shown!r} cannot be a path: {error.__class__.__name__}. Give a file.") from error
+    return local
 
 
 def suffix_of(path: PurePath) -> str | None:
