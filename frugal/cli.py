@@ -51,6 +51,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY.SUB=VALUE", help="Override keys of the file.", show_default=False),
 ]
+Base = Annotated[str | None, typer.Option(help="The base model, when it lies elsewhere than the run noted.")]
+AllowOtherBase = Annotated[bool, typer.Option("--allow-other-base", help="Use a base whose weights are not the run's.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the base.")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, or one of its checkpoints.")]
 
 
@@ -74,10 +77,9 @@ def handled(command: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def imported(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that is heavy to import."""
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
+def imported(module: str, name: str) -> Any:
+    """A name of a module that is heavy to import."""
+    return getattr(importlib.import_module(module), name)
 
 
 @app.command(context_settings=_OVERRIDES)
@@ -145,9 +147,23 @@ def fetch(
 def chat(
     run: RunPath,
     prompt: Annotated[str | None, typer.Option(help="Ask this once and leave; else a conversation starts.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 gives the same answer each time.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    base: Base = None,
+    allow_other_base: AllowOtherBase = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk to a trained model."""
-    imported("frugal.chat", "chat")(run, prompt=prompt)
+    loaded = imported("frugal.chat", "load_run")(
+        run, base=base, allow_other_base=allow_other_base, trust_remote_code=trust_remote_code
+    )
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    answer = imported("frugal.chat", "chat")(
+        loaded, prompt=prompt, temperature=temperature, max_new_tokens=max_new_tokens
+    )
+    if answer is not None:
+        print(answer)
 
 
 @app.command("eval")
@@ -169,13 +185,27 @@ def merge(
     run: RunPath,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the merged model; must not exist or be empty.")],
     base_weights: Annotated[
-        Literal["dequantized", "original"],
-        typer.Option(help="Add the adapter to the weights it was trained over, or to the original 16-bit ones."),
-    ] = "dequantized",
+        Literal["dequantized", "original"] | None,
+        typer.Option(
+            help="Add the adapter to the weights it was trained over (the default when they were quantised), "
+            "or to the original ones.",
+            show_default=False,
+        ),
+    ] = None,
+    base: Base = None,
+    allow_other_base: AllowOtherBase = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a 16-bit model with the adapter merged in."""
-    imported("frugal.save.merge", "merge")(run, out, weights=base_weights)
-    print(f"merged model: {out}")
+    report = imported("frugal.save.merge", "merge")(
+        run,
+        out,
+        weights=base_weights,
+        base=base,
+        allow_other_base=allow_other_base,
+        trust_remote_code=trust_remote_code,
+    )
+    print("\n".join(report.lines()))
 
 
 @app.command()
@@ -207,6 +237,16 @@ def configs_list() -> None:
 def configs_show(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
     """Print a ready configuration."""
     print(shipped_config(name), end="")
+
+
+@configs_app.command("templates")
+@handled
+def configs_templates() -> None:
+    """Names that data.chat_template takes."""
+    templates = imported("frugal.data", "TEMPLATES")
+    width = max(map(len, templates))
+    for name, template in templates.items():
+        print(f"{name:<{width}}  {template.summary}")
 
 
 @configs_app.command("copy")

@@ -1,8 +1,10 @@
 """The command line as a user meets it: real processes, exit codes, what is printed where."""
 
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,42 @@ def test_help_has_no_boxes_and_is_quick(tmp_path: Path) -> None:
 )
 def test_resume_alone_means_auto(written: list[str], meant: list[str]) -> None:
     assert resume_argument(written) == meant
+
+
+def test_an_installed_wheel_carries_the_ready_configurations(tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent
+    source = tmp_path / "source"
+    for name in ("frugal", "configs"):
+        shutil.copytree(root / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copyfile(root / name, source / name)
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        "source",
+    ]
+    subprocess.run(build, cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    shutil.rmtree(source)
+    done = frugal("configs", "show", "quickstart", cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert done.stdout == (root / "configs" / "quickstart.yaml").read_bytes()
+    where = [sys.executable, "-c", "import frugal.shipped as s; print(s.__file__); import frugal.configs"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    shown = subprocess.run(where, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=60)
+    assert shown.stdout.startswith(str(tmp_path / "site"))
+
+
+def test_templates_are_listed(tmp_path: Path) -> None:
+    assert b"chatml " in frugal("configs", "templates", cwd=tmp_path).stdout
 
 
 def test_modules_that_share_a_public_name_can_be_called(tmp_path: Path) -> None:
