@@ -16,8 +16,8 @@ IGNORE = -100
 def collate(rows: Sequence[TokenRow], pad_id: int, *, flat: bool) -> dict[str, Any]:
     """Tensors for one micro-batch.
 
-    Labels follow the masks and the rows' lengths, never the value of an id: an end token that shares its id with padding
-    stays a target. ``labels[t]`` is token t itself (the model's side shifts), -100 where it is no target.
+    Labels follow the masks and the rows' lengths, never the value of an id: an end token that shares its id with
+    padding stays a target. ``labels[t]`` is token t itself (the model's side shifts), -100 where it is no target.
 
     Args:
         rows: rows, packed or not. A row of several documents is always flat.
@@ -25,9 +25,9 @@ def collate(rows: Sequence[TokenRow], pad_id: int, *, flat: bool) -> dict[str, A
         flat: join all rows.
 
     Returns:
-        flat: `input_ids`, `labels`, `position_ids` int64 [1, T]; `cu_seq_lens_q`, `cu_seq_lens_k` int32 [documents + 1];
-        `max_length_q`, `max_length_k` int. Else `input_ids`, `labels`, `position_ids`, `attention_mask` int64 [B, S].
-        Positions restart with every document.
+        flat: `input_ids`, `labels`, `position_ids` int64 [1, T]; `cu_seq_lens_q`, `cu_seq_lens_k` int32 [documents +
+        1]; `max_length_q`, `max_length_k` int. Else `input_ids`, `labels`, `position_ids`, `attention_mask` int64 [B,
+        S]. Positions restart with every document.
     """
     if not rows:
         raise ValueError("a batch needs at least one row")

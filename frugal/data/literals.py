@@ -1,7 +1,8 @@
-"""Text inside messages that spells a control token, `<|im_end|>` in a user's question for example: it is text, no token.
+"""Text inside messages that spells a control token, `<|im_end|>` in a user's question for example: it is text, no
+token.
 
-Where it lies in the rendered conversation is found by marking it and rendering again, as answers are; transformers' own name
-for this is `sanitize_control_tokens`.
+Where it lies in the rendered conversation is found by marking it and rendering again, as answers are; transformers'
+own name for this is `sanitize_control_tokens`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Finds where a message's text lies in the rendered conversation, by marking it and rendering again.
 
-A mark is one private-use character at an edge of the message's text. The rendering with marks, marks removed, must equal the
-rendering without: that proves that the marks changed nothing and lie where the text lies. Nothing is searched.
+A mark is one private-use character at an edge of the message's text. The rendering with marks, marks removed, must
+equal the rendering without: that proves that the marks changed nothing and lie where the text lies. Nothing is
+searched.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ def place_marks(
 ) -> dict[int, tuple[int, int]]:
     """Message index -> (first, last) mark as character positions in ``text``.
 
-    All messages are marked at once; only where the template's text changes by it (it looks at how a text begins or ends)
-    each message is tried alone, with other places for its marks. A message that cannot be marked is left out.
+    All messages are marked at once; only where the template's text changes by it (it looks at how a text begins or
+    ends) each message is tried alone, with other places for its marks. A message that cannot be marked is left out.
     """
-    found = _try_marks(renderer, turns, tools, text, {index: "edges" for index in wanted})
+    found = _try_marks(renderer, turns, tools, text, dict.fromkeys(wanted, "edges"))
     if found is not None:
         return found
     result: dict[int, tuple[int, int]] = {}

@@ -17,8 +17,8 @@ def step_batches(
     """Row numbers of each optimizer step of an epoch.
 
     Every row comes once an epoch. All steps have ``global_batch`` rows, only the last one may have fewer. With
-    ``group_by_length`` rows of like length share a step: shuffled rows are cut into spans of 50 steps, each span is sorted by
-    length, and the order of the steps is shuffled again.
+    ``group_by_length`` rows of like length share a step: shuffled rows are cut into spans of 50 steps, each span is
+    sorted by length, and the order of the steps is shuffled again.
 
     Args:
         lengths: int [rows], tokens of each row; looked at only with ``group_by_length``.
@@ -32,7 +32,7 @@ def step_batches(
     if global_batch < 1:
         raise ValueError(f"global_batch must be at least 1, got {global_batch}")
     rows = len(lengths)
-    # PCG64 and SeedSequence are stable across numpy's versions and machines; `permutation` is stable within numpy 1.17+.
+    # PCG64 and SeedSequence give the same numbers on every machine and version of numpy.
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
     order = random.permutation(rows).astype(np.int64)
     if group_by_length:

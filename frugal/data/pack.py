@@ -1,7 +1,7 @@
 """Packing: short documents joined to rows of at most `max_length` tokens, none of them split.
 
-Best-fit decreasing: documents from long to short, each into the fullest row that still has room. The order of equal lengths is
-the file's, so the result depends on the lengths alone.
+Best-fit decreasing: documents from long to short, each into the fullest row that still has room. The order of equal
+lengths is the file's, so the result depends on the lengths alone.
 """
 
 from __future__ import annotations

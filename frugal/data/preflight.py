@@ -1,4 +1,5 @@
-"""What the template and the rows say about answers' ends, before training: a model that never learns its end never stops."""
+"""What the template and the rows say about answers' ends, before training: a model that never learns its end never
+stops."""
 
 from __future__ import annotations
 
@@ -115,13 +116,15 @@ def _warn_of_template(report: TemplateReport, encoder: TextEncoder, renderer: Ch
     untrained, unended = sum(count.untrained.values()), count.ended.get("", 0)
     if untrained:
         report.warnings.append(
-            f"THE END OF ANSWERS IS NOT TRAINED: {untrained:,} of {count.answers:,} answers end with {report.end_token}, but "
+            f"THE END OF ANSWERS IS NOT TRAINED: {untrained:,} of {count.answers:,} answers end with "
+            f"{report.end_token}, but "
             f"the template's {{% generation %}} block closes before it; the model would not learn to stop. Move "
             f"{{% endgeneration %}} behind the end token, or set data.chat_template to another template."
         )
     if unended:
         report.warnings.append(
-            f"THE END OF ANSWERS IS NOT TRAINED: the template ({renderer.name}) prints no end token after {unended:,} of "
+            f"THE END OF ANSWERS IS NOT TRAINED: the template ({renderer.name}) prints no end token after "
+            f"{unended:,} of "
             f"{count.answers:,} answers; the model would not learn to stop. Set data.chat_template to a named template "
             f"that fits the model, or to a file that prints an end token."
         )
@@ -134,7 +137,8 @@ def _warn_of_template(report: TemplateReport, encoder: TextEncoder, renderer: Ch
     prompt, whole = renderer.try_text(turns[:1], None, prompt=True), renderer.try_text(turns, None)
     if prompt is not None and whole is not None and not whole.startswith(prompt):
         report.warnings.append(
-            f"The template ({renderer.name}) begins an answer with {prompt[-40:]!r} at inference and prints it otherwise in "
+            f"The template ({renderer.name}) begins an answer with {prompt[-40:]!r} at inference and prints it "
+            f"otherwise in "
             "a conversation; frugal trains what the template prints."
         )
 
@@ -143,7 +147,8 @@ def _untrained(encoder: TextEncoder, token_id: int, first: str, stop_ids: Sequen
     token = encoder.token(token_id)
     what = "ends answers" if token_id in stop_ids else "is in the data"
     return (
-        f"The token {token} (id {token_id}, first in {first}) {what}, and its embedding was never trained (its row is all "
+        f"The token {token} (id {token_id}, first in {first}) {what}, and its embedding was never trained (its "
+        f"row is all "
         "zero and stays frozen under LoRA), so the model can neither read nor write it. Add "
         "lora.modules_to_save: [embed_tokens, lm_head], or use a template whose tokens the model knows."
     )

@@ -2,8 +2,8 @@
 
 What is trained, by kind of row:
 
-* conversations: the answers with their end-of-turn tokens (`train_on: assistant`), only the last answer (`last`), or every
-  token (`all`); a turn's own switch wins. Role headers, users, system text and tools are never trained otherwise;
+* conversations: the answers with their end-of-turn tokens (`train_on: assistant`), only the last answer (`last`), or
+  every token (`all`); a turn's own switch wins. Role headers, users, system text and tools are never trained otherwise;
 * prompt and completion: the two texts joined as they are, the end token after them; the completion and the end token;
 * text: every token and the end token.
 """
@@ -141,7 +141,8 @@ class RowPreparer:
             row.answers = 1
             return _Job(example.text, [(0, len(example.text))], [], [], row, add_end=True)
         raise UnsupportedError(
-            "Preference rows (chosen and rejected) cannot be trained on by `frugal train` yet; `frugal preview` shows them. "
+            "Preference rows (chosen and rejected) cannot be trained on by `frugal train` yet; `frugal preview` "
+            "shows them. "
             "Train on the chosen answers alone with `format: messages`, or use TRL's DPOTrainer on `frugal.load(...)`."
         )
 
@@ -180,16 +181,14 @@ class RowPreparer:
         return _Job(chat.text, spans, [answer.start for answer in chat.answers], literals, row)
 
     def _chosen(
-        self, chat: RenderedChat, switches: dict[int, bool | None], others: frozenset[int], row: PreparedRow
+        self, chat: RenderedChat, switches: dict[int, bool], others: frozenset[int], row: PreparedRow
     ) -> list[tuple[int, int]]:
         """Character spans to train, and the row's count of answers and their ends."""
         spans: list[tuple[int, int]] = []
         removed: list[tuple[int, int]] = []
         last = chat.answers[-1].index if chat.answers else -1
         for answer in chat.answers:
-            wanted = switches.get(answer.index)
-            if wanted is None:
-                wanted = self.train_on != "last" or answer.index == last
+            wanted = switches.get(answer.index, self.train_on != "last" or answer.index == last)
             if not wanted:
                 removed.append((answer.start, answer.end))
                 continue

@@ -1,4 +1,5 @@
-"""The ids that inference gives to the model: the same rendering and the same rules for special tokens as in training."""
+"""The ids that inference gives to the model: the same rendering and the same rules for special tokens as in
+training."""
 
 from __future__ import annotations
 

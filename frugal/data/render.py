@@ -1,7 +1,7 @@
 """Conversations to text: through the tokenizer's chat template, a named one, or a Jinja file of the user's.
 
-`ChatRenderer.prompt` is what inference uses and `ChatRenderer.render` what training uses; both go through the same template,
-the same normalisation of messages and the same rule for templates that know no tools.
+`ChatRenderer.prompt` is what inference uses and `ChatRenderer.render` what training uses; both go through the same
+template, the same normalisation of messages and the same rule for templates that know no tools.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class ChatRenderer:
         return turn
 
     def _split_closing_tag(self, content: str) -> tuple[str, str | None]:
-        """An answer with the closing tag alone (`r</think>A`): templates that look for both tags would wrap it again."""
+        """An answer with the closing tag alone (`r</think>A`): templates that look for both tags would wrap it
+        again."""
         if "</think>" in content and "<think>" not in content and "reasoning_content" in self.template.source:
             reasoning, answer = content.split("</think>", 1)
             return answer.lstrip("\n"), reasoning.strip("\n")

@@ -1,9 +1,9 @@
 """Compiles and runs chat templates from downloads: sandboxed Jinja, with a limit on time and on size.
 
-The environment has what chat templates expect from transformers (`tojson`, `raise_exception`, `strftime_now`, `namespace`,
-loop controls, `{% generation %}`), so that text rendered here equals text rendered at inference. A template is code of a
-stranger: attributes are checked by Jinja's sandbox, every loop turn and every macro call looks at the clock, and every
-operation that can make a long text looks at its size first.
+The environment has what chat templates expect from transformers (`tojson`, `raise_exception`, `strftime_now`,
+`namespace`, loop controls, `{% generation %}`), so that text rendered here equals text rendered at inference. A
+template is code of a stranger: attributes are checked by Jinja's sandbox, every loop turn and every macro call looks
+at the clock, and every operation that can make a long text looks at its size first.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import json
 import re
 import time
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.exceptions import SecurityError
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -43,7 +44,7 @@ class TemplateLimit(TemplateRefused):
 class _GenerationTag(Extension):
     """`{% generation %} ... {% endgeneration %}`: wraps what it encloses in two marks that the caller cuts out."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         line = next(parser.stream).lineno
@@ -114,11 +115,13 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        for loop in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+        loops: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
+        for loop in loops:
             call = nodes.Call(nodes.Name("_tick", "load"), [], [], None, None)
             loop.body.insert(0, nodes.Output([call]).set_lineno(loop.lineno))
         _replace_concat(tree)
-        return tree.set_environment(self)
+        tree.set_environment(self)
+        return tree
 
 
 def _replace_concat(node: nodes.Node) -> None:
@@ -218,7 +221,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.sandbox.SecurityError(f"a namespace takes no name that begins with an underscore, got {name!r}")
+        raise SecurityError(f"a namespace takes no name that begins with an underscore, got {name!r}")
 
 
 class CompiledTemplate:
@@ -250,7 +253,7 @@ class CompiledTemplate:
                 parts.append(part)
         except TemplateRefused:
             raise
-        except jinja2.sandbox.SecurityError as fault:
+        except SecurityError as fault:
             raise TemplateLimit(f"it tries something that templates may not do: {fault}") from None
         except RecursionError:
             raise TemplateLimit("its macros call each other without end") from None

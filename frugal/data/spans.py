@@ -3,13 +3,13 @@
 An answer begins where the header that inference prints ends, and ends with its end-of-turn token. Both ends are proven,
 never searched in the user's text:
 
-* begin: the conversation up to the answer, rendered as inference does (with the generation prompt), is the beginning of the
-  whole text; or, where the template rewrites earlier turns so that it is not, the template's own header stands between the
-  turn before and the mark at the answer's text;
+* begin: the conversation up to the answer, rendered as inference does (with the generation prompt), is the beginning
+  of the whole text; or, where the template rewrites earlier turns so that it is not, the template's own header stands
+  between the turn before and the mark at the answer's text;
 * end: what the template prints after an answer that is its conversation's last follows the mark at the answer's end.
 
-Templates with `{% generation %}` say themselves what is trained; what they say is cut to the answer found here, so that a
-header that they enclose is not trained.
+Templates with `{% generation %}` say themselves what is trained; what they say is cut to the answer found here, so
+that a header that they enclose is not trained.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ _ZEPHYR = """{%- for message in messages -%}
 _ALPACA = (
     "{{- bos_token -}}\n"
     + _FOLD_SYSTEM
-    + """{{- (system if system else 'Below is an instruction that describes a task. Write a response that appropriately \
-completes the request.') + '\\n\\n' -}}
+    + """{{- (system if system else 'Below is an instruction that describes a task. ' ~
+'Write a response that appropriately completes the request.') + '\\n\\n' -}}
 {%- for message in turns -%}
 {%- if message['role'] == 'assistant' -%}
 {{- '### Response:\\n' -}}
@@ -136,8 +136,9 @@ class ChosenTemplate:
 def choose_template(asked: str | None, tokenizer: Any, *, all_alpaca: bool = False) -> ChosenTemplate:
     """The template to render conversations with.
 
-    ``asked`` is `data.chat_template`. ``all_alpaca``: every conversation comes from alpaca rows, so a tokenizer without a
-    template gets the template named alpaca. Raises ConfigError when there is none or it cannot work with this tokenizer.
+    ``asked`` is `data.chat_template`. ``all_alpaca``: every conversation comes from alpaca rows, so a tokenizer
+    without a template gets the template named alpaca. Raises ConfigError when there is none or it cannot work with
+    this tokenizer.
     """
     if asked is None:
         own = tokenizer.chat_template
@@ -157,7 +158,8 @@ def choose_template(asked: str | None, tokenizer: Any, *, all_alpaca: bool = Fal
         missing = [token for token in named.needs if token not in known]
         if missing:
             raise ConfigError(
-                f"data.chat_template: {asked} needs the tokens {', '.join(missing)}, which this tokenizer does not have. "
+                f"data.chat_template: {asked} needs the tokens {', '.join(missing)}, which this tokenizer does "
+                f"not have. "
                 f"Add them (model.add_tokens: [{', '.join(map(repr, missing))}]), or choose another template."
             )
         if "eos_token" in named.source and not tokenizer.eos_token:

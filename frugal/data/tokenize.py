@@ -1,13 +1,15 @@
 """Text to token ids with character offsets, straight on the tokenizer's Rust core, and the rules for special tokens.
 
-* Begin-of-sequence: exactly one. A text whose first id is already the begin token gets no second; else it gets one when the
-  tokenizer's own setting adds one; when neither does, it has none.
+* Begin-of-sequence: exactly one. A text whose first id is already the begin token gets no second; else it gets one
+  when the tokenizer's own setting adds one; when neither does, it has none.
 * Text of a control token inside a message is tokenised as plain text (the caller says where such text lies).
-* A token never straddles the place where an answer begins: inference tokenises the prompt alone, so the text is cut there.
+* A token never straddles the place where an answer begins: inference tokenises the prompt alone, so the text is cut
+  there.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +28,8 @@ class Encoded:
     ids: np.ndarray
     """int32 [tokens]"""
     starts: np.ndarray
-    """int32 [tokens]: first character. White space that a tokenizer trims from its offsets belongs to the token after it."""
+    """int32 [tokens]: first character. White space that a tokenizer trims from its offsets belongs to the token after
+    it."""
     ends: np.ndarray
     """int32 [tokens]: one past the last character."""
 
@@ -58,7 +61,8 @@ class TextEncoder:
         """Take what is needed from a transformers tokenizer. Raises UnsupportedError for one without offsets."""
         if not getattr(tokenizer, "is_fast", False):
             raise UnsupportedError(
-                f"The tokenizer {type(tokenizer).__name__} is a slow one: it does not say which characters a token covers, "
+                f"The tokenizer {type(tokenizer).__name__} is a slow one: it does not say which characters a "
+                f"token covers, "
                 "so answers cannot be told from prompts. Use a model with a fast tokenizer (tokenizer.json)."
             )
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -131,7 +135,7 @@ class TextEncoder:
         limits = sorted({0, len(text), *cuts, *(limit for span in literals for limit in span)})
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
-        for begin, end in zip(limits, limits[1:], strict=False):
+        for begin, end in itertools.pairwise(limits):
             literal = any(low <= begin and end <= high for low, high in literals)
             coded, shift = self._piece(text[begin:end], literal=literal, inside=begin > 0)
             for token_id, (low, high) in coded:

@@ -1,0 +1,133 @@
+"""Tokenised data in the user's cache folder, keyed by content: what the tokens depend on is in the key, nothing else
+is.
+
+In the key: every example's content, the tokenizer's whole state, the template's text, the settings that change
+tokens, and the source of frugal's own data code. Not in it: paths, names of files, learning rate, output folder. An
+entry is built beside and renamed, with `meta.json` written last; a folder without it is never read. A file lock lets
+a second process wait for the first one's work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import platformdirs
+from filelock import FileLock
+from safetensors.numpy import save_file
+
+from frugal.config.models import DataSection
+from frugal.data.dataset import TokenDataset
+from frugal.data.measure import SetCount
+from frugal.data.prepare import RowPreparer
+from frugal.data.types import Example
+from frugal.files import fsync_file, fsync_folder, read_json, write_json
+
+_ARRAYS = ("input_ids", "trained", "doc_starts", "row_docs", "origins")
+_DTYPES = {"I32": np.int32, "I64": np.int64, "BOOL": np.bool_}
+
+
+def default_folder() -> Path:
+    """Where tokenised data are kept: `data` in the user's cache folder of frugal."""
+    return Path(platformdirs.user_cache_dir("frugal")) / "data"
+
+
+def cache_key(examples: Sequence[Example], preparer: RowPreparer, data: DataSection) -> str:
+    """SHA-256 over everything that the tokens depend on."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        digest.update(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+        digest.update(b"\0")
+
+    add([_code_digest(), version("tokenizers"), version("jinja2")])
+    add(asdict(preparer.encoder.state))
+    add(preparer.renderer.template.source if preparer.renderer is not None else None)
+    add([preparer.train_on, preparer.system_prompt, data.max_length, data.on_overflow, data.packing])
+    for example in examples:
+        content = asdict(example)
+        del content["source"], content["line"]
+        add(content)
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _code_digest() -> str:
+    """Digest of frugal's data code: a change of it never reads tokens that older code made."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def locked(folder: Path, key: str) -> Iterator[None]:
+    """Hold the lock of one entry. Raises OSError when the cache folder cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f".{key}.lock"):
+        yield
+
+
+def load(folder: Path, key: str) -> tuple[TokenDataset, SetCount] | None:
+    """The entry mapped from its file, or None when there is no complete one."""
+    entry = folder / key
+    tokens, meta = entry / "tokens.safetensors", entry / "meta.json"
+    try:
+        stored = read_json(meta)
+        if stored["key"] != key or tokens.stat().st_size != stored["bytes"]:
+            return None
+        arrays = _mapped(tokens)
+        return TokenDataset(**{name: arrays[name] for name in _ARRAYS}), SetCount.from_json(stored["count"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # incomplete or of another layout: it is made anew and replaced
+
+
+def store(folder: Path, key: str, dataset: TokenDataset, count: SetCount) -> None:
+    """Write an entry: whole or absent. Raises OSError when there is no room or no right to write."""
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f".{key}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    beside.mkdir()
+    try:
+        tokens = beside / "tokens.safetensors"
+        save_file({name: np.ascontiguousarray(getattr(dataset, name)) for name in _ARRAYS}, tokens)
+        fsync_file(tokens)
+        write_json(beside / "meta.json", {"key": key, "bytes": tokens.stat().st_size, "count": count.to_json()})
+        entry = folder / key
+        if entry.exists():
+            shutil.rmtree(entry)  # not complete, else it would have been read
+        beside.rename(entry)
+        fsync_folder(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _mapped(path: Path) -> dict[str, np.ndarray]:
+    """Arrays of a safetensors file without reading them: an 8-byte header length, a JSON header, then the data."""
+    with open(path, "rb") as handle:
+        size = int.from_bytes(handle.read(8), "little")
+        if size > path.stat().st_size:
+            raise ValueError("the header is longer than the file")
+        header = json.loads(handle.read(size))
+    arrays: dict[str, np.ndarray] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, begin = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"][0]
+        empty = 0 in shape
+        arrays[name] = (
+            np.zeros(shape, dtype)
+            if empty
+            else np.memmap(path, dtype=dtype, mode="r", offset=8 + size + begin, shape=shape)
+        )
+    return arrays

@@ -1,0 +1,213 @@
+"""`frugal preview`: rows as the model will see them, trained tokens marked, with counts, lengths and the pre-flight
+line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from frugal.config.models import DataSection
+from frugal.data.account import Account
+from frugal.data.assemble import build, make_preparer
+from frugal.data.examples import load_train_eval
+from frugal.data.measure import where
+from frugal.data.preflight import EndCount, TemplateReport, template_report
+from frugal.data.prepare import PreparedRow, RowPreparer
+from frugal.data.types import Example
+
+
+@dataclass(slots=True)
+class ShownToken:
+    """One token of a shown row."""
+
+    text: str
+    """The characters it covers; the token's own name where it covers none."""
+    token_id: int
+    trained: bool
+    special: bool
+    """True for tokens that stand for no text of the row, like an end token put behind it."""
+
+
+@dataclass(slots=True)
+class ShownRow:
+    """One row of the preview."""
+
+    title: str
+    tokens: list[ShownToken]
+    cut_at: int
+    """Tokens that fit `max_length`; the rest is shown as cut."""
+    fault: str = ""
+
+    @property
+    def trained(self) -> int:
+        """Trained tokens within `max_length`."""
+        return sum(token.trained for token in self.tokens[: self.cut_at])
+
+
+@dataclass(slots=True)
+class PreviewData:
+    """What a preview shows."""
+
+    rows: list[ShownRow]
+    lengths: np.ndarray
+    """int64: tokens of each training row before packing, or of each answer pair's rows."""
+    account: Account
+    report: TemplateReport
+    max_length: int
+    notes: list[str] = field(default_factory=list)
+
+
+def preview_rows(
+    data: DataSection,
+    tokenizer: Any,
+    *,
+    seed: int,
+    vocab_size: int,
+    rows: int = 5,
+    cache_dir: Path | None = None,
+    zero_rows: Sequence[int] = (),
+) -> PreviewData:
+    """Prepare all data as training would, and the first ``rows`` rows for showing.
+
+    Preference rows are shown as pairs, chosen and rejected, though they cannot be trained yet. Raises what `build`
+    raises.
+    """
+    train, held_out, account = load_train_eval(data, seed=seed)
+    if any(example.kind == "preference" for example in [*train, *held_out]):
+        return _preference(data, tokenizer, train, account, rows)
+    prepared = build(
+        data, tokenizer, seed=seed, vocab_size=vocab_size, cache_dir=cache_dir, zero_rows=zero_rows, say=None
+    )
+    preparer = make_preparer(data, tokenizer, train, Account(sources=account.sources), keep_text=True)
+    head = _spread(train, rows)
+    shown = [
+        _shown(where(example), row, preparer, data.max_length)
+        for example, row in zip(head, preparer.prepare(head), strict=True)
+    ]
+    lengths = np.diff(prepared.train.doc_starts)
+    return PreviewData(shown, lengths, prepared.account, prepared.template_report, data.max_length)
+
+
+def _spread(examples: Sequence[Example], rows: int) -> list[Example]:
+    """The first rows of every source in turn, so that each source is seen; in the order of the data."""
+    by_source: dict[str, list[int]] = {}
+    for index, example in enumerate(examples):
+        by_source.setdefault(example.source, []).append(index)
+    chosen: list[int] = []
+    for turn in range(rows):
+        chosen += [places[turn] for places in by_source.values() if turn < len(places)]
+    return [examples[index] for index in sorted(chosen[:rows])]
+
+
+def _preference(
+    data: DataSection, tokenizer: Any, examples: Sequence[Example], account: Account, rows: int
+) -> PreviewData:
+    preparer = make_preparer(data, tokenizer, examples, account, keep_text=True)
+    shown: list[ShownRow] = []
+    count = EndCount()
+    lengths: list[int] = []
+    pairs = [example for example in examples if example.kind == "preference"]
+    for number, example in enumerate(pairs):
+        for name, row in zip(("chosen", "rejected"), preparer.preference(example), strict=True):
+            if row.fault:
+                account.drop(row.fault, where(example))
+            else:
+                count.add(row)
+                lengths.append(len(row.ids))
+            if number < rows:
+                shown.append(_shown(f"{where(example)} {name}", row, preparer, data.max_length))
+    account.set("train", pairs=len(pairs), tokens_in=sum(lengths))
+    report = template_report(count, preparer.encoder, preparer.renderer)
+    note = "Preference rows are shown and checked; `frugal train` does not train on them yet (TRL's DPOTrainer does)."
+    return PreviewData(shown, np.array(lengths, np.int64), account, report, data.max_length, [note])
+
+
+def _shown(title: str, row: PreparedRow, preparer: RowPreparer, max_length: int) -> ShownRow:
+    tokens: list[ShownToken] = []
+    if row.starts is not None and row.ends is not None:
+        reached = 0
+        for token_id, trained, start, end in zip(
+            row.ids.tolist(), row.trained.tolist(), row.starts.tolist(), row.ends.tolist(), strict=True
+        ):
+            begin = max(start, reached)  # tokens of one character in several bytes: the first one shows it
+            text = row.text[begin:end]
+            reached = max(reached, end)
+            special = start == end
+            tokens.append(ShownToken(preparer.encoder.token(token_id) if special else text, token_id, trained, special))
+    return ShownRow(title, tokens, min(len(tokens), max_length), row.fault)
+
+
+def render_preview(preview: PreviewData, console: Console) -> None:
+    """Print a preview. Trained tokens are coloured, and stand between ⟦ and ⟧ where there are no colours."""
+    coloured = console.is_terminal and not console.no_color
+    for row in preview.rows:
+        console.print(_panel(row, coloured))
+    for note in preview.notes:
+        console.print(Text(note))
+    legend = Text("trained", "bold green") if coloured else Text("⟦trained⟧")
+    console.print(Text.assemble("Text that is ", legend, " is learned; the rest is only read."))
+    console.print(histogram_table(preview.lengths, preview.max_length))
+    console.print(preview.account)
+    console.print(Text(preview.report.line, "bold" if preview.report.end_trained else "bold red"))
+    if preview.report.stop_tokens:
+        console.print(Text(f"generation stops at {', '.join(preview.report.stop_tokens)}"))
+    for warning in preview.report.warnings:
+        console.print(Text(f"warning: {warning}", "yellow"))
+
+
+def _panel(row: ShownRow, coloured: bool) -> Panel:
+    body = Text(overflow="fold")
+    if row.fault:
+        body.append(f"left out: {row.fault}", "red")
+    inside = False
+    for token in row.tokens[: row.cut_at]:
+        if not coloured and token.trained != inside:
+            body.append("⟦" if token.trained else "⟧")
+        inside = token.trained
+        body.append(_visible(token.text), "bold green" if token.trained else "dim" if token.special else "")
+    if inside and not coloured:
+        body.append("⟧")
+    cut = len(row.tokens) - row.cut_at
+    if cut:
+        body.append(f"\n... {cut:,} more tokens are beyond data.max_length", "red")
+    counts = f"{row.cut_at:,} tokens, {row.trained:,} trained"
+    return Panel(body, title=Text(row.title), title_align="left", subtitle=counts, subtitle_align="right")
+
+
+def _visible(text: str) -> str:
+    """Text without characters that would move the cursor or colour the terminal."""
+    return "".join(char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+
+
+def histogram(lengths: np.ndarray, max_length: int, bars: int = 10) -> list[tuple[int, int, int]]:
+    """(from, to, rows) of up to ``bars`` equal classes between the shortest and the longest row."""
+    if not len(lengths):
+        return []
+    low, high = int(lengths.min()), int(lengths.max())
+    step = max(1, -(-(high - low + 1) // bars))
+    classes = [(begin, min(begin + step - 1, high)) for begin in range(low, high + 1, step)]
+    return [(begin, end, int(np.sum((lengths >= begin) & (lengths <= end)))) for begin, end in classes]
+
+
+def histogram_table(lengths: np.ndarray, max_length: int) -> Table:
+    """The lengths as a table of bars."""
+    classes = histogram(lengths, max_length)
+    most = max((rows for _, _, rows in classes), default=1)
+    title = "Lengths"
+    if len(lengths):
+        title = f"Lengths: median {int(np.median(lengths)):,}, longest {int(lengths.max()):,} of {max_length:,} tokens"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
+    table.add_column(justify="right")
+    table.add_column()
+    table.add_column(justify="right")
+    for begin, end, rows in classes:
+        table.add_row(f"{begin:,}-{end:,}", "█" * -(-40 * rows // most) if rows else "", f"{rows:,}")
+    return table
