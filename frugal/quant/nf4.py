@@ -78,18 +78,24 @@ def storage_shapes(rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int,
 def quantize_nf4(weight: torch.Tensor, double: bool = True) -> NF4Tensors:
     """Quantise ``weight`` [rows, columns] (float32, float16 or bfloat16; any strides) with bitsandbytes' kernels.
 
-    Any number of elements works: the last block's scale is taken over its real elements alone.
+    Any number of elements works: the last block's scale is taken over its real elements alone. Rows are taken in blocks:
+    the kernels' own float32 copies would be five to ten times the matrix.
     """
     rows, columns = weight.shape
     packed_shape, absmax_shape, _ = storage_shapes(rows, columns)
-    packed, state = bnb.quantize_4bit(
-        weight.detach().contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=double
-    )
+    pieces = [
+        bnb.quantize_4bit(
+            weight.detach()[start:stop].contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=False
+        )
+        for start, stop in _row_blocks((rows, columns), torch.float32)
+    ]
+    packed = torch.cat([piece for piece, _ in pieces])
+    absmax = torch.cat([state.absmax for _, state in pieces])
     nested = offset = None
-    absmax = state.absmax
-    if double:
-        nested = state.state2.absmax.view(torch.int32)
-        offset = state.offset.reshape(1).view(torch.int32)
+    if double:  # as bnb.quantize_4bit does with compress_statistics, over the scales of the whole matrix
+        mean = absmax.mean()
+        absmax, state2 = bnb.quantize_blockwise(absmax - mean, blocksize=NESTED_BLOCK)
+        nested, offset = state2.absmax.view(torch.int32), mean.reshape(1).view(torch.int32)
     else:
         absmax = absmax.view(torch.int32)
     return NF4Tensors(packed.view(packed_shape), absmax.view(absmax_shape), nested, offset, (rows, columns))
