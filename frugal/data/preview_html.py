@@ -65,8 +65,7 @@ def preview_html(preview: PreviewData) -> str:
         parts.append(f'<p class="soft">Generation stops at {_text(", ".join(report.stop_tokens))}.</p>')
     parts += [f'<p class="warn">{_text(warning)}</p>' for warning in [*report.warnings, *preview.notes]]
     parts.append(
-        '<h2>Rows</h2><p class="legend soft"><span class="t">learned</span> '
-        '<span class="u">only read</span></p>'
+        '<h2>Rows</h2><p class="legend soft"><span class="t">learned</span> <span class="u">only read</span></p>'
     )
     parts += [_row(row) for row in preview.rows]
     parts.append(_bars(preview))
@@ -105,8 +104,8 @@ def _bars(preview: PreviewData) -> str:
         f'<span class="n">{rows:,}</span>'
         for begin, end, rows in classes
     )
-    return f'<h2>Lengths in tokens</h2><p class="soft">At most {preview.max_length:,}.</p><div
-    class="bars">{bars}</div>'
+    head = f'<h2>Lengths in tokens</h2><p class="soft">At most {preview.max_length:,}.</p>'
+    return f'{head}<div class="bars">{bars}</div>'
 
 
 def _account(account: Account) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
 from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
