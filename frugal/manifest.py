@@ -7,11 +7,8 @@ and says how far the run came. This layer takes plain values only.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
-import json
 import platform
-import struct
 import subprocess
 import sys
 import time
@@ -38,8 +35,6 @@ PACKAGES = (
     "triton",
     "numpy",
 )
-SAMPLES_PER_TENSOR = 64
-"""Values of each tensor that enter the fingerprint of a base model."""
 
 
 def versions() -> dict[str, str]:
@@ -169,61 +164,3 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return str(value)
-
-
-def base_fingerprint(folder: Path) -> dict[str, Any] | None:
-    """A fingerprint of a model's weights that costs a few kilobytes of reading per tensor.
-
-    Names, shapes and ``SAMPLES_PER_TENSOR`` evenly spread values of each tensor enter a SHA-256; values are rounded to
-    bfloat16 first, so that a float32 copy of a bfloat16 checkpoint, or other shards, give the same fingerprint. Two
-    models that differ only in values that are not sampled would be taken for the same.
-
-    Returns:
-        {"weights": hex, "shapes": hex, "tensors": count}, or None when the folder holds no safetensors.
-    """
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        return None
-    weights: dict[str, bytes] = {}
-    shapes: dict[str, str] = {}
-    for file in files:
-        with open(file, "rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            if length > min(file.stat().st_size, 100_000_000):
-                raise CheckpointError(f"{file} is not a whole safetensors file.")
-            header: dict[str, Any] = json.loads(handle.read(length))
-            header.pop("__metadata__", None)
-            for name, entry in header.items():
-                shapes[name] = json.dumps(entry["shape"])
-                begin, end = entry["data_offsets"]
-                weights[name] = _sample(handle, 8 + length + begin, end - begin, entry["dtype"])
-    by_weight, by_shape = hashlib.sha256(), hashlib.sha256()
-    for name in sorted(weights):
-        line = f"{name} {shapes[name]}\n".encode()
-        by_shape.update(line)
-        by_weight.update(line + weights[name])
-    return {"weights": by_weight.hexdigest(), "shapes": by_shape.hexdigest(), "tensors": len(weights)}
-
-
-def _sample(handle: Any, begin: int, n_bytes: int, dtype: str) -> bytes:
-    """``SAMPLES_PER_TENSOR`` evenly spread values as bfloat16 bits; raw bytes for dtypes that are not 16 or 32 bit."""
-    width = {"BF16": 2, "F16": 2, "F32": 4}.get(dtype, 1)
-    count = n_bytes // width
-    picked = sorted({i * count // SAMPLES_PER_TENSOR for i in range(SAMPLES_PER_TENSOR)}) if count else []
-    out = bytearray()
-    for index in picked:
-        handle.seek(begin + index * width)
-        raw = handle.read(width)
-        if dtype in ("F32", "F16"):
-            value = struct.unpack("<f" if width == 4 else "<e", raw)[0]
-            raw = _bfloat16(value)
-        out += raw
-    return bytes(out)
-
-
-def _bfloat16(value: float) -> bytes:
-    """Round to bfloat16, to nearest even: add half of the last kept bit to the float32's bits and cut."""
-    (bits,) = struct.unpack("<I", struct.pack("<f", value))
-    if bits & 0x7F800000 == 0x7F800000:  # infinity and NaN have nothing to round
-        return struct.pack("<H", bits >> 16)
-    return struct.pack("<H", ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF)

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 
 from frugal.errors import CheckpointError
+from frugal.save.checkpoint import recover
+from frugal.train import ranks
 
 LOCK_NAME = "run.lock"
 _SILENT_SECONDS = 3600.0
@@ -102,6 +104,24 @@ class RunLock:
             json.dump(me, stream)
         self._held = True
         return True
+
+
+@contextlib.contextmanager
+def hold(run_dir: Path, say: Callable[[str], None] = print) -> Iterator[RunLock | None]:
+    """Hold a run's folder for the whole group of processes: rank 0 has the lock (others get None), all fail together.
+
+    What a killed process left half written is tidied up.
+    """
+    with contextlib.ExitStack() as stack:
+        lock = RunLock(run_dir, say) if ranks.rank() == 0 else None
+
+        def take() -> None:
+            if lock is not None:
+                stack.enter_context(lock)
+                recover(run_dir, say)
+
+        ranks.on_first(take)
+        yield lock
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from frugal.errors import CheckpointError, ConfigError
+from frugal.errors import CheckpointError, ConfigError, UnsupportedError
 from frugal.files import fsync_folder, read_json, write_json, write_text
 from frugal.models.source import BaseSource
 from frugal.save.card import merged_card
@@ -112,6 +112,11 @@ def merge(
         chosen = "original"
         warnings.append("the run was not quantised: dequantized and original weights are the same")
     plan = plan_merge(source.path, opened.adapter, quantized=opened.quantized, trust_remote_code=trust_remote_code)
+    if plan.unreached and chosen == "dequantized":
+        raise UnsupportedError(
+            f"Loading this base joins or splits tensors of its files ({plan.unreached}), so their 4-bit form cannot be "
+            "written back one by one. Merge into the original weights with --base-weights original."
+        )
     target = DTYPES[dtype] if dtype else None
     maker = Maker(chosen == "dequantized", opened.double_quant, measure=opened.quantized)
     tensors = [_out_tensor(name, weight, target, maker) for name, weight in plan.weights.items()]

@@ -19,28 +19,27 @@ import torch
 
 from frugal.errors import CheckpointError, ModelError
 from frugal.files import fsync_folder, write_json
+from frugal.models.source import missing_weights, weight_files
+from frugal.models.tensor_file import read_entries
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The format's names of dtypes."""
 
 BLOCK_BYTES = 8 << 20
 """Size of one block of rows when a tensor is copied or converted."""
-
-MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit; a file that claims more is refused before anything is allocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,57 +91,24 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file. Sizes are checked against the file before anything is allocated."""
-    size = file.stat().st_size
-    with open(file, "rb") as handle:
-        head = handle.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
-        if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
-            raise ModelError(f"{file} is not a whole safetensors file: its header claims {length} bytes of {size}.")
-        try:
-            header = json.loads(handle.read(length))
-        except ValueError as error:
-            raise ModelError(f"{file} is not a safetensors file: its header is no JSON ({error}).") from error
-    tensors: dict[str, StoredTensor] = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype = DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise ModelError(f"{file}: tensor {name} has dtype {entry['dtype']}, known are {', '.join(DTYPES)}.")
-        begin, end = entry["data_offsets"]
-        tensor = StoredTensor(name, file, dtype, tuple(entry["shape"]), 8 + length + begin)
-        if end - begin != tensor.n_bytes or begin < 0 or 8 + length + end > size:
-            raise ModelError(f"{file}: the offsets of tensor {name} do not fit its shape or the file. Fetch it again.")
-        tensors[name] = tensor
-    return tensors
+    """The tensors of one safetensors file; ModelError when the file is damaged."""
+    return {
+        name: StoredTensor(name, file, entry.dtype, entry.shape, entry.begin)
+        for name, entry in read_entries(file).items()
+    }
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a model folder (`model.safetensors`, or its shards by the index), in the order of the files.
 
     Raises:
-        ModelError: no safetensors there, or the index names a file or tensor that is missing.
+        ModelError: no safetensors there, or the index names a file that is missing.
     """
-    index = folder / "model.safetensors.index.json"
-    whole = folder / "model.safetensors"
-    if whole.is_file():
-        files, wanted = [whole], None
-    elif index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files, wanted = [folder / name for name in sorted(set(weight_map.values()))], set(weight_map)
-    else:
-        files, wanted = sorted(folder.glob("model*.safetensors")), None
-    if not files:
-        raise ModelError(f"{folder} holds no safetensors weights (model.safetensors, or shards with an index).")
+    if missing := missing_weights(folder):
+        raise ModelError(f"{folder} is incomplete: missing {', '.join(missing)}.")
     tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        if not file.is_file():
-            raise ModelError(f"{folder}: the index names {file.name}, which is missing. Fetch or copy the model again.")
+    for file in weight_files(folder):
         tensors.update(sorted(read_header(file).items(), key=lambda item: item[1].begin))
-    missing = sorted(wanted - set(tensors)) if wanted else []
-    if missing:
-        raise ModelError(f"{folder}: {len(missing)} tensors of the index are in no file, first {missing[0]}.")
     return tensors
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ from peft.tuners.lora import Embedding as LoraEmbedding
 from peft.tuners.lora import Linear as LoraLinear
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers import AutoConfig
 
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
+from frugal.models.skeleton import build_meta, linear_kinds, map_keys
 from frugal.save.merge_io import StoredTensor, read_folder, read_header
 from frugal.save.merge_math import LoraUpdate, WeightPlan
 
@@ -42,7 +41,8 @@ class MergePlan:
     """The output model shares its head with its embedding."""
     tie_note: str
     vocab_rows: int
-    notes: list[str] = field(default_factory=list)
+    unreached: str
+    """Why some weights that the run held in NF4 are not in the base's files one by one; "" when all are."""
 
 
 def adapter_file(folder: Path) -> Path:
@@ -83,13 +83,14 @@ def plan_merge(base: Path, adapter: Path, *, quantized: bool, trust_remote_code:
     _check_kind(peft_config)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns about ties and meta tensors, both are handled here
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = build_meta(config, trust_remote_code=trust_remote_code)
+        keys = map_keys(model, stored, {name: tensor.shape for name, tensor in stored.items()})
+        names = {target: key for key, target in keys.targets.items()}
+        linears = {f"{name}.weight" for name in linear_kinds(model)[0]} if quantized else set()
         rows = _vocab_rows(model, peft_config, tensors)
         if rows != model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(rows, mean_resizing=False)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        names = _checkpoint_names(model, stored, shapes)
-        linears = _quantized_names(model) if quantized else set()
         embedding, head = _embedding_and_head(model)
         tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
         try:
@@ -105,7 +106,8 @@ def plan_merge(base: Path, adapter: Path, *, quantized: bool, trust_remote_code:
     weights = _weights(stored, names, parts, shapes, tensors, linears)
     tied, note = _tie(weights, names, embedding, head, tied)
     adapted = sum(plan.touched for plan in weights.values())
-    return MergePlan(weights, adapted, tied, note, rows)
+    unreached = f"{keys.conversion}" if linears - set(names) else ""
+    return MergePlan(weights, adapted, tied, note, rows, unreached)
 
 
 def _check_kind(config: Any) -> None:
@@ -145,32 +147,6 @@ def _embedding_and_head(model: Any) -> tuple[str, str]:
             if module is module_wanted:
                 found[position] = f"{name}.weight"
     return found[0], found[1]
-
-
-def _checkpoint_names(model: Any, stored: dict[str, StoredTensor], shapes: dict[str, Any]) -> dict[str, str]:
-    """Parameter name -> key in the base's files, by the renamings with which transformers loads the same files.
-
-    Tensors that loading joins or splits (experts) have no single key and are left out: they are copied as they are.
-    """
-    transforms = get_model_conversion_mapping(model)
-    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
-    names: dict[str, str] = {}
-    for key in stored:
-        target, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, shapes)
-        if target not in shapes and key in shapes:
-            target, converted = key, None
-        if converted is None:
-            names[target] = key
-    return names
-
-
-def _quantized_names(model: Any) -> set[str]:
-    """Weights that an NF4 run holds in 4 bits: the linear layers, not the head."""
-    head = model.get_output_embeddings()
-    return {
-        f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear and module is not head
-    }
 
 
 def _check_keys(
@@ -238,11 +214,12 @@ def _updates(peft_model: nn.Module, tensors: dict[str, StoredTensor]) -> dict[st
 
 
 def _owner(peft_model: nn.Module, layer: nn.Module) -> str:
-    return next(
+    owner: str = next(
         name
         for name, module in peft_model.named_modules()
         if isinstance(module, TrainableTokensWrapper) and module.token_adapter is layer
     )
+    return owner
 
 
 def _weights(

@@ -79,9 +79,9 @@ def starting_point(
 ) -> Path | None:
     """The checkpoint to go on from, None for a fresh start.
 
-    ``resume`` None or False starts fresh, and refuses a folder that already holds a run. True (or "auto", "latest") takes the
-    newest complete checkpoint of the folder, and starts fresh with a message when it holds none, so that one command
-    serves a machine that is restarted at any time. A path names one checkpoint.
+    ``resume`` None or False starts fresh, and refuses a folder that already holds a run. True (or "auto", "latest")
+    takes the newest complete checkpoint of the folder, and starts fresh with a message when it holds none, so that one
+    command serves a machine that is restarted at any time. A path names one checkpoint.
     """
     run_dir = Path(run_dir)
     if run_dir.exists() and not run_dir.is_dir():

@@ -9,7 +9,8 @@ from typing import Any
 from frugal.config import Config, load_config
 from frugal.errors import CheckpointError
 from frugal.files import read_json
-from frugal.manifest import FILE_NAME, Manifest, base_fingerprint
+from frugal.manifest import FILE_NAME, Manifest
+from frugal.models.fingerprint import base_fingerprint
 from frugal.models.source import BaseSource, resolve_base
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -102,12 +103,13 @@ def _adapter_folder(folder: Path) -> Path:
 def other_base(run: RunFolder, source: BaseSource) -> str | None:
     """A sentence when the base found is not the one the run was trained on (by the stored fingerprint), else None."""
     stored = run.manifest.get("base", {}).get("fingerprint")
-    found = base_fingerprint(source.path)
-    if not stored or not found or stored["weights"] == found["weights"]:
+    if not stored:
         return None
-    same = "the same names and shapes but other weights" if stored["shapes"] == found["shapes"] else "other tensors"
+    found = base_fingerprint(source.path)
+    if found == stored:
+        return None
     trained_on = run.manifest["base"].get("name") or "its base"
     return (
-        f"The base found at {source.path} has {same} than {trained_on}, on which {run.root} was trained "
-        f"(fingerprint {found['weights'][:12]}, trained on {stored['weights'][:12]})."
+        f"The base found at {source.path} has other weights than {trained_on}, on which {run.root} was trained "
+        f"(fingerprint {found[:12]}, trained on {str(stored)[:12]})."
     )

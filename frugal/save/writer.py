@@ -108,10 +108,10 @@ def put_adapter(model: nn.Module, folder: Path) -> None:
 
 def restore(
     checkpoint: LoadedCheckpoint,
-    *,
     model: nn.Module,
     optimizer: Optimizer,
     device: torch.device,
+    *,
     seed: int,
     say: Callable[[str], None] = print,
 ) -> LoopState:

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frugal.config import dump_yaml, load_config
 from frugal.files import write_json, write_text
-from frugal.manifest import Manifest, base_fingerprint
+from frugal.manifest import Manifest
+from frugal.models.fingerprint import base_fingerprint
 from frugal.quant.nf4 import dequantize_nf4, quantize_nf4
 from frugal.save.export_adapter import save_side_files
 

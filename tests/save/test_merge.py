@@ -11,7 +11,8 @@ import pytest
 import torch
 from merge_help import IDS, logits_here, logits_in_new_process, logits_of, make_run
 from safetensors import safe_open
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from frugal.errors import CheckpointError, ConfigError, UnsupportedError
 from frugal.models.families import tiny_model
@@ -75,8 +76,6 @@ def test_a_new_process_gives_the_same_logits(tiny_llama_folder: Path, tmp_path: 
 @pytest.mark.parametrize("quantize", ["nf4", "none"])
 def test_shards_and_half_precision(quantize: str, make_tiny_llama: Make, tmp_path: Path) -> None:
     base = make_tiny_llama(dtype=torch.bfloat16)
-    from transformers import AutoModelForCausalLM
-
     sharded = tmp_path / "sharded"
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(sharded, max_shard_size="50KB")
     AutoTokenizer.from_pretrained(base).save_pretrained(sharded)
@@ -87,10 +86,8 @@ def test_shards_and_half_precision(quantize: str, make_tiny_llama: Make, tmp_pat
     assert report.dtype == "bfloat16"
     assert {dtype for dtype, _ in keys_of(tmp_path / "out").values()} == {torch.bfloat16}
     # one rounding to 8 bits of mantissa: at most 2^-9 of each weight
-    with safe_open(str(tmp_path / "exact" / "model.safetensors"), "pt") as exact:
-        with safe_open(str(tmp_path / "out" / "model.safetensors"), "pt") as rounded:
-            for key in exact.keys():  # noqa: SIM118
-                assert torch.equal(exact.get_tensor(key).to(torch.bfloat16), rounded.get_tensor(key))
+    exact, rounded = (load_file(tmp_path / name / "model.safetensors") for name in ("exact", "out"))
+    assert all(torch.equal(exact[key].to(torch.bfloat16), rounded[key]) for key in exact)
     assert 0 < report.difference["rounding_error_over_update"] < 0.1
 
 
