@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path, PurePath
 
@@ -49,7 +50,7 @@ def choose_files(
     notes: list[str] = []
     tables = [path for path in supported if not _has_suffix(path, _PROSE)]
     if tables and len(tables) < len(supported):
-        prose = [path.as_posix() for path in supported if path not in tables]
+        prose = [shown_name(path) for path in supported if path not in tables]
         notes.append(f"{shown}: text files beside tables or JSON are left out: {_some(prose)}")
         supported = tables
     if not supported:
@@ -65,9 +66,14 @@ def choose_files(
     else:
         chosen = by_split.get("train", supported)
         if len(chosen) < len(supported):
-            others = [path.as_posix() for path in supported if path not in chosen]
+            others = [shown_name(path) for path in supported if path not in chosen]
             notes.append(f"{shown}: only files of split train are read, left out: {_some(others)}")
     return [folder / path for path in chosen], notes
+
+
+def shown_name(path: PurePath) -> str:
+    """A path that the file system gave as text that can be printed: UTF-8 even where the locale is not."""
+    return os.fsencode(path.as_posix()).decode("utf-8", "replace")
 
 
 def _has_suffix(path: PurePath, suffixes: tuple[str, ...]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import gzip
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePath
@@ -17,7 +18,7 @@ from typing import BinaryIO, cast
 from frugal.config.models import SourceSection
 from frugal.data.account import Account
 from frugal.data.faults import BadRow, RawRow, RowFault
-from frugal.data.folders import choose_files, is_datasets_folder
+from frugal.data.folders import choose_files, is_datasets_folder, shown_name
 from frugal.data.hub import is_hub_id, read_hub, read_saved
 from frugal.data.read_columns import read_parquet
 from frugal.data.read_csv import read_csv
@@ -46,7 +47,7 @@ def read_rows(source: SourceSection, account: Account) -> Iterator[RawRow | BadR
         for note in left_out:
             account.note(note)
         for file in files:
-            yield from read_file(file, f"{path.rstrip('/')}/{file.relative_to(local).as_posix()}")
+            yield from read_file(file, f"{path.rstrip('/')}/{shown_name(file.relative_to(local))}")
     elif local.exists():
         if source.split is not None or source.name is not None:
             raise DataError(f"{path}: `split` and `name` belong to hub ids and folders; this is one file. Remove them.")
@@ -58,9 +59,14 @@ def read_rows(source: SourceSection, account: Account) -> Iterator[RawRow | BadR
 
 
 def _local(path: str) -> Path:
-    """The path, with `~` resolved; refuses what no file system can hold."""
+    """The path, with `~` resolved; refuses what no file system can hold. Names on disk are UTF-8 in any locale."""
     try:
-        local = Path(path).expanduser()
+        os.fsencode(path)
+        native = path
+    except UnicodeEncodeError:  # LC_ALL=C: Python would write the name in ASCII
+        native = os.fsdecode(path.encode("utf-8", "surrogateescape"))
+    try:
+        local = Path(native).expanduser()
         local.exists()
     except (OSError, RuntimeError, ValueError) as error:
         shown = path if len(path) < 80 else f"{path[:77]}..."
@@ -87,7 +93,7 @@ def read_file(path: Path, file: str) -> Iterator[RawRow | BadRow]:
     if suffix == ".parquet":
         if zipped:
             raise DataError(f"{file}: Parquet is compressed inside already; unpack the .gz.")
-        yield from read_parquet(str(path), file)
+        yield from read_parquet(path, file)
         return
     last_line = 0
     try:
@@ -147,7 +153,8 @@ def _missing(path: str, local: Path) -> str:
         return f"{path}: addresses are not read. Download the file and give its path, or give a `datasets` hub id."
     near: list[str] = []
     if local.parent.is_dir():
-        near = difflib.get_close_matches(local.name, sorted(entry.name for entry in local.parent.iterdir()), n=3)
+        names = sorted(shown_name(PurePath(entry.name)) for entry in local.parent.iterdir())
+        near = difflib.get_close_matches(shown_name(PurePath(local.name)), names, n=3)
     hint = f" Near it: {', '.join(near)}." if near else ""
     known = ", ".join(sorted(name for name, entry in CATALOGUE.items() if entry.kind == "data"))
     return f"{path}: there is no such file or folder.{hint} `frugal fetch` knows the data sets: {known}."

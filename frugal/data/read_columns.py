@@ -9,6 +9,7 @@ in a text column that holds JSON.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -22,17 +23,19 @@ _BATCH_ROWS = 1024
 Convert = Callable[[Any], Any]
 
 
-def read_parquet(path: str, file: str) -> Iterator[RawRow | BadRow]:
+def read_parquet(path: Path, file: str) -> Iterator[RawRow | BadRow]:
     """Rows of one Parquet file; the line is the row's number, from 1.
 
     Raises:
         DataError: not a Parquet file, cut short, or without rows.
     """
     try:
-        opened = pq.ParquetFile(path)
-        if opened.metadata.num_rows == 0:
-            raise DataError(f"{file}: the file has no rows.")
-        yield from rows_of(opened.iter_batches(batch_size=_BATCH_ROWS), file)
+        # Opened here, because Arrow takes no path with a name that the locale cannot spell.
+        with path.open("rb") as handle:
+            opened = pq.ParquetFile(handle)
+            if opened.metadata.num_rows == 0:
+                raise DataError(f"{file}: the file has no rows.")
+            yield from rows_of(opened.iter_batches(batch_size=_BATCH_ROWS), file)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file}: cannot be read as Parquet: {_first_line(error)}") from error
 

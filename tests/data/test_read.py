@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import huggingface_hub.constants as constants
@@ -232,6 +235,32 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         rows_of(write(tmp_path, "a.xlsx", "x"))
     with pytest.raises(DataError, match="`split` and `name` belong to"):
         rows_of(tmp_path / "train.jsonl", split="train")
+
+
+READ_AND_PRINT = """
+import json, sys
+from frugal.config.models import SourceSection
+from frugal.data.examples import load_examples
+assert sys.getfilesystemencoding() == "ascii"
+for path in json.loads(sys.argv[1]):
+    examples, _ = load_examples([SourceSection(path=path)], on_bad_row="error", seed=0)
+    print(json.dumps([[example.source, example.prompt] for example in examples]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere file names are UTF-8 in any locale")
+def test_any_locale_reads_utf8(tmp_path: Path) -> None:
+    lines = write(tmp_path, "mit Leerzeichen und 二/ü →.jsonl", jsonl(ROWS))
+    table = tmp_path / "ü.parquet"
+    with table.open("wb") as handle:
+        pq.write_table(pa.Table.from_pylist(ROWS), handle)
+    paths = json.dumps([str(lines.parent), str(lines), str(table)])
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", READ_AND_PRINT, paths]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    expected = [[[str(path), row["prompt"]] for row in ROWS] for path in (lines, lines, table)]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == expected
 
 
 def test_hub_id_that_cannot_be_loaded_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
