@@ -68,6 +68,8 @@ class Job:
     accelerator: Accelerator
     rate_factor: Callable[[int], float]
     save_steps: int | None
+    keep_best: bool = False
+    """Save whenever an evaluation was the best so far."""
     loss_scaling: bool = False
 
 
@@ -103,7 +105,8 @@ def train_loop(job: Job, hooks: Hooks, state: LoopState) -> LoopState:
             record.update(_evaluate_and_compare(job, state))
         hooks.record(record)
         exit_code = ranks.any_rank(hooks.stop.exit_code)
-        if exit_code is not None or _due(job.save_steps, state.step, job.plan):
+        best_now = job.keep_best and state.best_step == state.step
+        if exit_code is not None or best_now or _due(job.save_steps, state.step, job.plan):
             state.loss_scaling = scaler.state_dict() if job.loss_scaling else {}
             hooks.save(state)
         if exit_code is not None and state.step < job.plan.total_steps:
@@ -165,9 +168,7 @@ def _accumulate(
 ) -> float:
     """Gradients of the window's token-mean loss; returns that loss (the same on all ranks)."""
     world = ranks.world_size()
-    micro_batches = split_window(
-        rows, micro=job.train.per_device_train_batch_size, rank=ranks.rank(), world_size=world
-    )
+    micro_batches = split_window(rows, micro=job.train.per_device_train_batch_size, rank=ranks.rank(), world_size=world)
     # data parallelism averages gradients over ranks, the loss is a sum over them: x world undoes the average
     factor = world / targets
     device = job.accelerator.device

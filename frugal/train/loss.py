@@ -1,4 +1,4 @@
-"""The module that is trained, and wrapped for data parallelism: model inputs in, sum of losses and number of targets out.
+"""The module that is trained, and wrapped for data parallelism: inputs in, sum of losses and number of targets out.
 
 It divides by nothing. The mean over a whole optimizer step is taken in one place, `loop._accumulate`, which knows the
 targets of all micro-batches and ranks.

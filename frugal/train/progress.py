@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import sys
 import time
-from typing import Any, TextIO
+from typing import IO, Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -65,6 +65,11 @@ def say(text: str) -> None:
     stream.flush()
 
 
+def show(renderable: Any) -> None:
+    """Print a rich table or text safely."""
+    Console(file=cast("IO[str]", SafeStream(sys.stdout))).print(renderable)
+
+
 def duration(seconds: float) -> str:
     """`45 s`, `3:20`, `1:02:05`."""
     whole = round(seconds)
@@ -101,7 +106,7 @@ class Reporter:
             self._bar = Progress(
                 BarColumn(bar_width=24),
                 TextColumn("{task.fields[text]}"),
-                console=Console(file=stream),
+                console=Console(file=cast("IO[str]", stream)),
                 auto_refresh=False,
             )
             self._task = self._bar.add_task("train", total=total, completed=done, text="first step ...")

@@ -47,9 +47,9 @@ def on_first(action: Callable[[], Any]) -> Any:
             outcome = [None, error]
     shared = [outcome if outcome[1] is None else [None, _plain(outcome[1])]]
     torch.distributed.broadcast_object_list(shared, src=0)
-    result, error = shared[0]
-    if error is not None:
-        raise outcome[1] if rank() == 0 else error
+    result, failure = shared[0]
+    if failure is not None:
+        raise outcome[1] if rank() == 0 else failure
     return result
 
 

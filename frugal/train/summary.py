@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from frugal.train.evaluate import perplexity
-from frugal.train.loop import LoopState
+from frugal.train.loop import LoopState, peak_memory_bytes
 from frugal.train.progress import duration
+from frugal.train.schedule import TrainPlan
 
 
 @dataclass(frozen=True)
@@ -29,19 +32,21 @@ class TrainResult:
     peak_memory_bytes: int
 
 
-def summarise(run_dir: Path, state: LoopState, *, epochs: float, kept_best: bool, peak_bytes: int) -> TrainResult:
+def summarise(
+    run_dir: Path, state: LoopState, plan: TrainPlan, *, kept_best: bool, device: torch.device
+) -> TrainResult:
     """The result of a finished loop."""
     return TrainResult(
         run_dir=run_dir,
         steps=state.step,
-        epochs=epochs,
+        epochs=plan.epoch_of(state.step),
         final_loss=state.last_loss,
         eval_loss_before=state.first_eval_loss,
         eval_loss=state.best_eval_loss if kept_best else state.eval_loss,
         best_step=state.best_step,
         tokens=state.tokens,
         seconds=state.seconds,
-        peak_memory_bytes=peak_bytes,
+        peak_memory_bytes=peak_memory_bytes(device),
     )
 
 
@@ -65,6 +70,7 @@ def summary_lines(result: TrainResult, samples: list[dict[str, str]]) -> list[st
         "adapter": run / "adapter_model.safetensors",
         "loss of every step": run / "train_log.jsonl",
         "samples": run / "samples.json" if samples else None,
+        "report": run / "report.html",
         "model card": run / "README.md",
         "what ran": run / "manifest.json",
         "checkpoints": run,

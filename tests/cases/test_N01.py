@@ -10,10 +10,10 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
-import toy  # noqa: E402
+import toy
 
-from frugal.train.loop import Hooks, LoopState, train_loop  # noqa: E402
-from frugal.train.signals import StopRequest  # noqa: E402
+from frugal.train.loop import Hooks, LoopState, train_loop
+from frugal.train.signals import StopRequest
 
 
 class Gradients:
@@ -92,7 +92,12 @@ def test_last_short_window_divides_by_its_own_tokens() -> None:
     data = toy.rows([1, 9, 2, 4, 3])
     model = toy.tiny_model()
     job = toy.make_job(
-        model, data, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-12, num_train_epochs=1
+        model,
+        data,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-12,
+        num_train_epochs=1,
     )
     records: list[dict[str, Any]] = []
     train_loop(job, Hooks(records.append, lambda state: None, StopRequest()), LoopState())

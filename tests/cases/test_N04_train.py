@@ -9,11 +9,11 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
-import toy  # noqa: E402
+import toy
 
-from frugal.data import collate  # noqa: E402
-from frugal.models.attention import use_attention  # noqa: E402
-from frugal.train.loss import LossModule  # noqa: E402
+from frugal.data import collate
+from frugal.models.attention import use_attention
+from frugal.train.loss import LossModule
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -103,5 +103,5 @@ def test_lines_kept_back_are_written_when_there_is_room(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write anywhere")
 def test_a_read_only_folder_stops_before_training(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(CheckpointError, match="cannot write to output.dir"), RunLock(tmp_path / "run"):
+    with pytest.raises(CheckpointError, match=r"cannot write to output\.dir"), RunLock(tmp_path / "run"):
         pass

@@ -100,7 +100,14 @@ def test_replacing_that_was_cut_off_is_undone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("limit", "best", "kept"),
-    [(2, None, [10, 11]), (2, 9, [9, 11]), (1, 9, [9, 11]), (None, None, [8, 9, 10, 11]), (1, 11, [11]), (3, 8, [8, 10, 11])],
+    [
+        (2, None, [10, 11]),
+        (2, 9, [9, 11]),
+        (1, 9, [9, 11]),
+        (None, None, [8, 9, 10, 11]),
+        (1, 11, [11]),
+        (3, 8, [8, 10, 11]),
+    ],
 )
 def test_rotation(tmp_path: Path, limit: int | None, best: int | None, kept: list[int]) -> None:
     for step in (8, 9, 10, 11):

@@ -24,8 +24,8 @@ def test_number_of_steps(rows: int, epochs: float, steps: int) -> None:
     assert make_plan(section(num_train_epochs=epochs), rows=rows, world_size=1).total_steps == steps
 
 
-def test_max_steps_wins_and_warmup(world_size: int = 2) -> None:
-    plan = make_plan(section(max_steps=7, warmup_ratio=0.3), rows=100, world_size=world_size)
+def test_max_steps_wins_and_warmup() -> None:
+    plan = make_plan(section(max_steps=7, warmup_ratio=0.3), rows=100, world_size=2)
     assert (plan.total_steps, plan.global_batch, plan.steps_per_epoch, plan.warmup_steps) == (7, 12, 9, 3)
     assert make_plan(section(warmup_steps=4), rows=100, world_size=1).warmup_steps == 4
     assert make_plan(section(lr_scheduler_type="constant"), rows=100, world_size=1).warmup_steps == 0

@@ -58,7 +58,12 @@ def rows(targets: Sequence[int], *, seed: int = 0, length: int = 12) -> TokenDat
 
 
 def make_job(
-    model: torch.nn.Module, data: TokenDataset, *, eval_rows: TokenDataset | None = None, flat: bool = False, **train: Any
+    model: torch.nn.Module,
+    data: TokenDataset,
+    *,
+    eval_rows: TokenDataset | None = None,
+    flat: bool = False,
+    **train: Any,
 ) -> Job:
     """A job on the CPU; ``train`` are keys of the train section."""
     if flat:

@@ -1,0 +1,211 @@
+"""What a run leaves besides its adapter: manifest, log, samples, card, report; and what a person sees meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from accelerate import Accelerator
+
+from frugal.config import Config, dump_yaml
+from frugal.data import PreparedData
+from frugal.errors import CheckpointError, Interrupted
+from frugal.files import read_json, write_json, write_text
+from frugal.generate import generate_samples
+from frugal.hardware import Device, DtypeChoice
+from frugal.manifest import Manifest, versions
+from frugal.models.attention import AttentionChoice
+from frugal.models.fingerprint import base_fingerprint
+from frugal.models.head import HeadSpec
+from frugal.models.report import LoadReport
+from frugal.models.source import BaseSource
+from frugal.report import write_report
+from frugal.save.card import adapter_card
+from frugal.train import ranks
+from frugal.train.log import TrainLog
+from frugal.train.progress import Reporter, say, show
+from frugal.train.schedule import TrainPlan
+from frugal.train.summary import TrainResult, summary_lines
+from frugal.train.trackers import Trackers
+
+
+class RunRecord:
+    """Context of one run. Rank 0 writes and shows, the others do nothing.
+
+    Nothing is written before `__enter__`, so that wrong input leaves no folder; after it a failure is in the manifest.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, plan: TrainPlan, source: BaseSource, data: PreparedData) -> None:
+        self.first = ranks.rank() == 0
+        self.config, self.run_dir, self.plan, self.source, self.data = config, run_dir, plan, source, data
+        self.manifest = Manifest()
+        self.log = TrainLog(run_dir / "train_log.jsonl")
+        self.samples: list[dict[str, str]] = []
+        self._reporter: Reporter | None = None
+        self._trackers: Trackers | None = None
+
+    def __enter__(self) -> RunRecord:
+        if not self.first:
+            return self
+        show(self.data.account)
+        self.say(self.data.template_report.line)
+        for warning in self.data.template_report.warnings:
+            self.say(f"warning: {warning}")
+        self.manifest.add("config", self.config.model_dump(mode="json"))
+        self.manifest.add("plan", self.plan.as_dict())
+        self.manifest.add("data", {**self.data.account.to_json(), "template": self.data.template_report.to_json()})
+        fingerprint = base_fingerprint(self.source.path)
+        self.manifest.add(
+            "base", {"name": self.source.name, "revision": self.source.revision, "fingerprint": fingerprint}
+        )
+        self.manifest.started()
+        self._write("config.yaml", lambda: write_text(self.run_dir / "config.yaml", dump_yaml(self.config)))
+        self._write("manifest.json", lambda: self.manifest.write(self.run_dir))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._reporter is not None:
+            self._reporter.close()
+        if self._trackers is not None:
+            self._trackers.close()
+        if not self.first or error is None:
+            return
+        self.manifest.failed(error, status="interrupted" if isinstance(error, Interrupted) else "failed")
+        try:
+            self.manifest.write(self.run_dir)
+        except OSError as second:
+            self.say(
+                f"cannot write {self.run_dir / 'manifest.json'}: {second}"
+            )  # the first error is on its way already
+
+    def say(self, text: str) -> None:
+        """One message, above the progress bar when there is one."""
+        if self._reporter is not None:
+            self._reporter.say(text)
+        elif self.first:
+            say(text)
+
+    def computes_on(self, device: Device, dtype: DtypeChoice, processes: int) -> None:
+        """Note device and compute dtype."""
+        name = str(dtype.compute).removeprefix("torch.")
+        self.manifest.add("device", {**asdict(device), "processes": processes})
+        self.manifest.choose("compute dtype", name, why=dtype.reason)
+        self.say(f"device {device.name}, compute {name} ({dtype.reason}), adapters float32")
+
+    def implementations(self, attention: AttentionChoice, head: HeadSpec, loaded: LoadReport, adapters: Any) -> None:
+        """Note what was loaded, and which attention and loss were chosen."""
+        if not self.first:
+            return
+        for line in loaded.lines():
+            self.say(line)
+        self.say(str(adapters))
+        self.manifest.add("load", loaded.as_dict())
+        self.manifest.choose("attention", attention.name, why=attention.reason)
+        self.manifest.choose("loss", "chunked, no logits" if head.exact else "stock logits", why=head.reason)
+        self.manifest.choose("activation checkpointing", self.config.memory.checkpoint)
+
+    def before(self, model: Any, tokenizer: Any, step: int) -> None:
+        """Answers before training; a resumed run keeps those that its first part wrote."""
+        prompts = self.config.output.sample_prompts
+        if not (prompts and self.first):
+            return
+        path = self.run_dir / "samples.json"
+        kept = {row["prompt"]: row["before"] for row in read_json(path)} if step and path.is_file() else {}
+        if set(prompts) <= kept.keys():
+            answers = [kept[prompt] for prompt in prompts]
+        else:
+            # before the first step the adapter changes nothing; later only the base alone says what was before
+            answers = self._answers(model, tokenizer, use_adapter=False)
+        self.samples = [
+            {"prompt": prompt, "before": answer, "after": ""} for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        self._write("samples.json", lambda: write_json(path, self.samples))
+
+    def begin(self, accelerator: Accelerator, step: int) -> None:
+        """Start trackers and progress; drop log records after ``step``."""
+        train = self.config.train
+        if self.first:
+            self.log.restart(step)
+            self.manifest.write(self.run_dir)
+        self._trackers = Trackers(accelerator, list(train.report_to), self.run_dir, self.config.model_dump(mode="json"))
+        self._reporter = Reporter(self.plan.total_steps, done=step, quiet=not self.first, every=train.logging_steps)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """One record of train_log.jsonl."""
+        if not self.first:
+            return
+        problem = self.log.problem
+        self.log.write(record)
+        if self.log.problem is not None and problem is None:
+            self.say(f"warning: {self.log.problem}; its lines are kept and tried again")
+        if "peak_memory_bytes" in record:
+            self.manifest.peak("step", record["peak_memory_bytes"])
+        if self._reporter is not None:
+            self._reporter.step(record)
+        due = record["step"] % self.config.train.logging_steps == 0 or record["step"] == self.plan.total_steps
+        if self._trackers is not None and due:
+            self._trackers.log(record)
+
+    def after(self, model: Any, tokenizer: Any, result: TrainResult) -> str:
+        """Answers after training; returns the model card."""
+        if self._reporter is not None:
+            self._reporter.close()
+        if not self.first:
+            return ""
+        if self.samples:
+            for row, answer in zip(self.samples, self._answers(model, tokenizer), strict=True):
+                row["after"] = answer
+            self._write("samples.json", lambda: write_json(self.run_dir / "samples.json", self.samples))
+        return adapter_card(
+            self.config,
+            base_folder=self.source.path,
+            account=self.data.account.figures.get("train", {}),
+            result=_numbers(result),
+            samples=self.samples,
+            versions=versions(),
+        )
+
+    def finished(self, result: TrainResult) -> None:
+        """Note the end in the manifest (its last write marks the run as complete) and say where everything is."""
+        if not self.first:
+            return
+        self.manifest.finished(_numbers(result))
+        self._write("manifest.json", lambda: self.manifest.write(self.run_dir))
+        write_report(self.run_dir)
+        for line in summary_lines(result, self.samples):
+            say(line)
+
+    def _answers(self, model: Any, tokenizer: Any, *, use_adapter: bool = True) -> list[str]:
+        return generate_samples(
+            model,
+            tokenizer,
+            self.config.output.sample_prompts,
+            self.config.output.sample_max_new_tokens,
+            system_prompt=self.config.data.system_prompt,
+            use_adapter=use_adapter,
+        )
+
+    def _write(self, name: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.run_dir / name}: {error.strerror or error}") from error
+
+
+def _numbers(result: TrainResult) -> dict[str, Any]:
+    return {
+        "steps": result.steps,
+        "epochs": result.epochs,
+        "train_loss": result.final_loss,
+        "eval_loss_before": result.eval_loss_before,
+        "eval_loss": result.eval_loss,
+        "best_step": result.best_step,
+        "tokens": result.tokens,
+        "seconds": result.seconds,
+        "peak_memory_bytes": result.peak_memory_bytes,
+    }

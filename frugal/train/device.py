@@ -1,0 +1,33 @@
+"""The accelerator and the device of this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+
+from frugal.hardware import Device, probe
+
+
+def make_accelerator(run_dir: Path, report_to: list[str]) -> Accelerator:
+    """accelerate's view of this process: device, process group, trackers. Mixed precision is frugal's own business.
+
+    A GPU is used when there is one. Frozen buffers are not broadcast at every forward pass: no rank changes them.
+    """
+    return Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="no",
+        log_with=list(report_to) or None,
+        project_dir=str(run_dir),
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+
+
+def device_of(accelerator: Accelerator) -> Device:
+    """The device this process computes on; accelerate has made it the current one."""
+    if accelerator.device.type == "cuda":
+        return probe()
+    return Device("cpu", 0, "CPU", psutil.virtual_memory().total, None, has_bf16=False)
