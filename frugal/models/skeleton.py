@@ -36,6 +36,11 @@ def build_meta(config: Any, *, trust_remote_code: bool) -> PreTrainedModel:
     return model
 
 
+def is_router(name: str) -> bool:
+    """Whether a linear layer's name says that it chooses experts or scores: neither quantised nor in `all-linear`."""
+    return _ROUTERS.search(name) is not None
+
+
 def linear_kinds(model: PreTrainedModel) -> tuple[list[str], dict[str, str]]:
     """(names of linear layers to quantise, name -> reason of the weights that stay as they are)."""
     head = model.get_output_embeddings()
@@ -45,7 +50,7 @@ def linear_kinds(model: PreTrainedModel) -> tuple[list[str], dict[str, str]]:
         if isinstance(module, nn.Linear):
             if module is head:
                 kept[name] = "the head stays in 16 bits"
-            elif _ROUTERS.search(name):
+            elif is_router(name):
                 kept[name] = "a router: tiny, and its choices are sensitive"
             else:
                 chosen.append(name)

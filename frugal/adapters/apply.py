@@ -1,0 +1,228 @@
+"""PEFT injection into a base model loaded by frugal: dtype, seed and layers under control.
+
+One dtype policy on every path (create, load, resume, a second adapter): what is trained is float32, whatever the base's
+dtype. float16 gradients never reach a gradient scaler, and the optimizer's state is float32.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoftQConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from frugal.adapters.targets import PatternRow, Scale, Targets, resolve_targets
+from frugal.config import LoraSection
+from frugal.errors import ConfigError, UnsupportedError
+from frugal.models.stored import StoredEmbedding, StoredLinear
+from frugal.quant.nf4 import NF4Linear
+
+
+@dataclass
+class Applied:
+    """A base model with a fresh adapter, and what was adapted."""
+
+    model: PeftModel
+    table: list[PatternRow]
+    """Pattern -> layers matched, for the terminal and the manifest."""
+    layers: dict[str, Scale]
+    """Layer name -> rank, alpha and scale."""
+    trainable: int
+    """Number of trained values."""
+
+    def lines(self) -> list[str]:
+        """A few lines for the terminal."""
+        return [*(row.line() for row in self.table), f"{self.trainable:,} trained values, float32"]
+
+
+def apply_adapters(
+    model: PreTrainedModel,
+    lora: LoraSection,
+    *,
+    seed: int,
+    quantize: str = "nf4",
+    new_token_ids: Sequence[int] = (),
+) -> Applied:
+    """Put one fresh adapter (PEFT name ``default``) on ``model``, which is changed in place.
+
+    The start depends on ``seed`` and the configuration alone; the global random state is left as it was.
+    ``new_token_ids`` are rows of the embedding table (and of an untied head) to train and to save with the adapter.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or the model has an adapter already.
+        UnsupportedError: the kind of start is not possible on this base.
+    """
+    refuse_adapted(model)
+    _refuse_start(lora, quantize)
+    targets = resolve_targets(model, lora)
+    config = _lora_config(model, lora, targets, new_token_ids)
+    prepare_trained(model, targets.modules_to_save, trains_tokens=bool(new_token_ids))
+    peft_model = inject(model, config, seed=seed)
+    remember_start(peft_model)
+    for name, wanted in targets.layers.items():
+        layer = peft_model.base_model.model.get_submodule(name)
+        got = Scale(layer.r["default"], layer.lora_alpha["default"], layer.scaling["default"])
+        if got != wanted:
+            raise AssertionError(f"{name}: PEFT gave {got}, the configuration says {wanted}")
+    count = sum(parameter.numel() for parameter in peft_model.parameters() if parameter.requires_grad)
+    return Applied(peft_model, targets.table, targets.layers, count)
+
+
+def refuse_adapted(model: nn.Module) -> None:
+    """Raise ConfigError when ``model`` carries an adapter: a second one would hide or stack on the first."""
+    if isinstance(model, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ConfigError(
+            "This model carries an adapter already, and nothing was changed. Load the base model anew for a fresh "
+            "adapter, or take the old one off with `model.unload()`; to go on training a saved one, load it with "
+            "trainable=True."
+        )
+
+
+def _refuse_start(lora: LoraSection, quantize: str) -> None:
+    start = lora.init_lora_weights
+    if start in ("pissa", "loftq") and quantize != "none":
+        raise UnsupportedError(
+            f"lora.init_lora_weights: {start} changes the base weights, which cannot be done in NF4. Write "
+            "`model.quantize: none`, or `lora.init_lora_weights: default`."
+        )
+    if start == "loftq" and importlib.util.find_spec("scipy") is None:
+        raise UnsupportedError("lora.init_lora_weights: loftq needs scipy in PEFT: `pip install scipy`.")
+
+
+def _lora_config(
+    model: PreTrainedModel, lora: LoraSection, targets: Targets, new_token_ids: Sequence[int]
+) -> LoraConfig:
+    start: Any = {"default": True, "gaussian": "gaussian"}.get(lora.init_lora_weights, lora.init_lora_weights)
+    options: dict[str, Any] = {}
+    if start == "loftq":
+        options["loftq_config"] = LoftQConfig(loftq_bits=4, loftq_iter=1)
+    if new_token_ids:
+        options["trainable_token_indices"] = _token_rows(model, new_token_ids)
+    if targets.modules_to_save and is_tied(model) and _trains_table(model, targets.modules_to_save):
+        options["ensure_weight_tying"] = True
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=_plain(lora.lora_alpha),
+        lora_dropout=lora.lora_dropout,
+        target_modules=targets.target_modules,
+        modules_to_save=targets.modules_to_save or None,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        init_lora_weights=start,
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern={pattern: _plain(alpha) for pattern, alpha in lora.alpha_pattern.items()},
+        bias="none",
+        base_model_name_or_path=model.config._name_or_path,
+        **options,
+    )
+
+
+def _plain(value: float) -> float | int:
+    """32 rather than 32.0: PEFT's configuration declares an integer."""
+    return int(value) if value == int(value) else value
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Whether the head is the embedding table."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return head is not None and head.weight is embedding.weight
+
+
+def _names_of_tables(model: PreTrainedModel) -> list[str]:
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return [name for table in tables for name, module in model.named_modules() if module is table and table is not None]
+
+
+def _trains_table(model: PreTrainedModel, names: list[str]) -> bool:
+    return bool(set(names) & set(_names_of_tables(model)))
+
+
+def _token_rows(model: PreTrainedModel, ids: Sequence[int]) -> dict[str, list[int]]:
+    """PEFT's trainable_token_indices: the embedding, and the head too where it has a table of its own."""
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    outside = [token for token in ids if not 0 <= token < rows]
+    if outside:
+        raise ConfigError(f"Token ids {outside} have no row in the embedding table of {rows}: load it with more rows.")
+    names = _names_of_tables(model)
+    if is_tied(model):
+        names = names[:1]
+    return {name.rsplit(".", 1)[-1]: sorted(ids) for name in names}
+
+
+def prepare_trained(model: PreTrainedModel, modules_to_save: Sequence[str], *, trains_tokens: bool) -> None:
+    """Make ready what is trained beside LoRA: copies of it are float32, and must still take and give the compute dtype.
+
+    Linear layers and embeddings are replaced by the forms that cast while used. Rows of a 16-bit table under float32
+    compute cannot be trained in place: that table becomes float32.
+    """
+    compute = next((m.compute_dtype for m in model.modules() if isinstance(m, StoredEmbedding)), None)
+    table = model.get_input_embeddings().weight
+    if trains_tokens and compute is not None and table.dtype != compute:
+        table.data = table.data.to(compute)  # the tied head shares the Parameter
+        head = model.get_output_embeddings()
+        if head is not None and head.weight is not table:
+            head.weight.data = head.weight.data.to(compute)
+    for name in modules_to_save:
+        module = model.get_submodule(name)
+        if any(isinstance(inner, NF4Linear) for inner in module.modules()):
+            raise UnsupportedError(
+                f"lora.modules_to_save: {name} is stored in NF4 and cannot be trained whole. Adapt it with LoRA "
+                "(lora.target_modules), or write `model.quantize: none`."
+            )
+        for inner_name, inner in list(module.named_modules()):
+            full = f"{name}.{inner_name}" if inner_name else name
+            if type(inner) is nn.Linear:
+                model.set_submodule(full, _stored_linear(inner))
+            elif type(inner) is nn.Embedding:
+                model.set_submodule(full, _stored_embedding(inner))
+
+
+def _stored_linear(old: nn.Linear) -> StoredLinear:
+    new = StoredLinear(old.in_features, old.out_features, bias=False, device="meta")
+    new.weight, new.bias = old.weight, old.bias
+    return new.train(old.training)
+
+
+def _stored_embedding(old: nn.Embedding) -> StoredEmbedding:
+    new = StoredEmbedding(old.num_embeddings, old.embedding_dim, old.padding_idx, device="meta")
+    new.compute_dtype, new.weight = old.weight.dtype, old.weight
+    return new.train(old.training)
+
+
+def inject(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, adapter_name: str = "default") -> PeftModel:
+    """PEFT's injection with a random state of its own, then the dtype policy."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        peft_model = get_peft_model(model, config, adapter_name=adapter_name)
+    masters_float32(peft_model)
+    return peft_model
+
+
+def masters_float32(model: nn.Module) -> None:
+    """Make everything that is trained float32. Call it after anything that adds or loads an adapter."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+
+
+START = "frugal_pissa_start"
+
+
+def adapter_state(model: PeftModel, adapter_name: str | None = None) -> dict[str, torch.Tensor]:
+    """The adapter's tensors under PEFT's file keys (references, no copies): LoRA, trained modules, trained token rows."""
+    name = adapter_name or model.active_adapter
+    state: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return state
+
+
+def remember_start(model: PeftModel) -> None:
+    """Keep the start of a PiSSA adapter (a copy of its size), which `save_adapter(plain=True)` subtracts."""
+    if model.peft_config[model.active_adapter].init_lora_weights == "pissa":
+        setattr(model, START, {key: value.detach().clone() for key, value in adapter_state(model).items()})

@@ -1,0 +1,187 @@
+"""Which layers a configuration names: every pattern with the layers it matches, and no pattern without one."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from peft.utils.other import get_pattern_key
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from frugal.config import LoraSection
+from frugal.errors import ConfigError
+from frugal.models.skeleton import is_router
+
+_PLAIN_NAME = re.compile(r"[\w.]+")
+
+
+@dataclass(frozen=True)
+class PatternRow:
+    """One line of the table "pattern -> layers matched"."""
+
+    key: Literal["target_modules", "rank_pattern", "alpha_pattern", "modules_to_save"]
+    pattern: str
+    layers: tuple[str, ...]
+    """Names of the modules it applies to."""
+    value: float | None = None
+    """The rank or alpha that a pattern sets."""
+
+    def line(self) -> str:
+        """One line for the terminal."""
+        value = "" if self.value is None else f" = {self.value:g}"
+        return f"{self.key} {self.pattern!r}{value}: {len(self.layers)} layers"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Rank, alpha and effective scale of one layer."""
+
+    r: int
+    lora_alpha: float
+    scale: float
+    """lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora."""
+
+
+@dataclass
+class Targets:
+    """The resolved layers of one `lora` section on one model."""
+
+    target_modules: list[str]
+    """For PEFT: the shortest names that match exactly the layers wanted."""
+    modules_to_save: list[str]
+    """Full names."""
+    table: list[PatternRow]
+    layers: dict[str, Scale] = field(default_factory=dict)
+    """Layer name -> rank and scale."""
+
+
+def resolve_targets(model: PreTrainedModel, lora: LoraSection) -> Targets:
+    """Resolve ``lora``'s names and patterns on ``model``.
+
+    Names match as in PEFT: a target is a full name or a dotted tail (`q_proj`, `layers.1.self_attn.q_proj`), a single
+    text may be a regular expression over full names, and the keys of rank_pattern and alpha_pattern are regular
+    expressions over tails, of which the first that matches counts.
+
+    Raises:
+        ConfigError: a pattern matches nothing (or nothing that can be adapted); the message lists near names.
+    """
+    names = {name: module for name, module in model.named_modules() if name}
+    rows = _targets(model, lora.target_modules, names)
+    saved_rows = [_by_tail("modules_to_save", entry, names) for entry in lora.modules_to_save]
+    saved = {name for row in saved_rows for name in row.layers}
+    adapted = [name for name in names if any(name in row.layers for row in rows) and name not in saved]
+    if not adapted:
+        raise ConfigError("lora.target_modules: every layer named is in lora.modules_to_save, none is left to adapt.")
+    rank_rows, ranks = _patterns("rank_pattern", lora.rank_pattern, adapted)
+    alpha_rows, alphas = _patterns("alpha_pattern", lora.alpha_pattern, adapted)
+    layers = {}
+    for name in adapted:
+        r, alpha = int(ranks.get(name, lora.r)), alphas.get(name, lora.lora_alpha)
+        layers[name] = Scale(r, alpha, alpha / (r**0.5 if lora.use_rslora else r))
+    short = _shortest(adapted, names)
+    return Targets(short, sorted(saved), [*rows, *rank_rows, *alpha_rows, *saved_rows], layers)
+
+
+def _targets(model: PreTrainedModel, asked: str | list[str], names: Mapping[str, nn.Module]) -> list[PatternRow]:
+    if asked == "all-linear":
+        head = model.get_output_embeddings()
+        layers = tuple(
+            name
+            for name, module in names.items()
+            if isinstance(module, nn.Linear | Conv1D) and module is not head and not is_router(name)
+        )
+        if not layers:
+            raise ConfigError("lora.target_modules: all-linear, but the model has no linear layer.")
+        return [PatternRow("target_modules", "all-linear", layers)]
+    if isinstance(asked, str) and not _PLAIN_NAME.fullmatch(asked):
+        try:
+            expression = re.compile(asked)
+        except re.error as error:
+            raise ConfigError(f"lora.target_modules: {asked!r} is no valid regular expression: {error}.") from error
+        matched = [name for name in names if expression.fullmatch(name)]
+        layers = tuple(name for name in matched if _can_adapt(names[name]))
+        if not layers:
+            raise ConfigError(_nothing("target_modules", asked, names, matched))
+        return [PatternRow("target_modules", asked, layers)]
+    rows = [_by_tail("target_modules", entry, names) for entry in ([asked] if isinstance(asked, str) else asked)]
+    for row in rows:
+        wrong = [name for name in row.layers if not _can_adapt(names[name])]
+        if wrong:
+            kind = type(names[wrong[0]]).__name__
+            raise ConfigError(
+                f"lora.target_modules: {row.pattern!r} names {wrong[0]} ({kind}), no linear or embedding layer. "
+                f"Layers inside it: {', '.join(_tails_inside(wrong[0], names)) or 'none'}."
+            )
+    return rows
+
+
+def _can_adapt(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding | Conv1D)
+
+
+def _tails_inside(name: str, names: Mapping[str, nn.Module]) -> list[str]:
+    inside = (other for other, module in names.items() if other.startswith(f"{name}.") and _can_adapt(module))
+    return sorted({other.rsplit(".", 1)[-1] for other in inside})
+
+
+def _by_tail(
+    key: Literal["target_modules", "modules_to_save"], entry: str, names: Mapping[str, nn.Module]
+) -> PatternRow:
+    layers = tuple(name for name in names if name == entry or name.endswith(f".{entry}"))
+    if not layers:
+        raise ConfigError(_nothing(key, entry, names, []))
+    return PatternRow(key, entry, layers)
+
+
+def _patterns(
+    key: Literal["rank_pattern", "alpha_pattern"], asked: Mapping[str, float], adapted: list[str]
+) -> tuple[list[PatternRow], dict[str, float]]:
+    """Rows of a pattern table, and layer -> value. PEFT's own matching decides, so that what is shown happens."""
+    values: dict[str, float] = {}
+    layers: dict[str, list[str]] = {pattern: [] for pattern in asked}
+    for name in adapted:
+        pattern = get_pattern_key(list(asked), name)
+        if pattern in layers:
+            layers[pattern].append(name)
+            values[name] = asked[pattern]
+    for pattern, matched in layers.items():
+        if matched:
+            continue
+        if any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted):
+            raise ConfigError(f"lora.{key}: every layer that {pattern!r} matches is taken by an earlier pattern.")
+        raise ConfigError(_nothing(key, pattern, adapted, []))
+    return [PatternRow(key, pattern, tuple(found), asked[pattern]) for pattern, found in layers.items()], values
+
+
+def _nothing(key: str, pattern: str, names: Iterable[str], other_kind: list[str]) -> str:
+    """The message for a pattern without a match: what exists that looks like it."""
+    names = list(names)
+    plain = re.sub(r"[^\w.]", "", pattern)
+    tails = sorted({name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdigit()})
+    near = difflib.get_close_matches(plain.rsplit(".", 1)[-1], tails, n=3, cutoff=0.5)
+    fused = [
+        tail
+        for tail in tails
+        if plain in ("q_proj", "k_proj", "v_proj") and re.search(r"qkv|query_key_value|c_attn|Wqkv", tail)
+    ]
+    text = f"lora.{key}: {pattern!r} matches no layer"
+    if other_kind:
+        text += f" that can be adapted (it matches {other_kind[0]})"
+    if fused:
+        return f"{text}. This model has query, key and value in one layer: {', '.join(fused)}."
+    if pattern != plain:
+        text += " (names are matched from a dot to the end: write `q_proj`, not `^q_proj`"
+        text += "; a regular expression goes alone, as one text)" if key == "target_modules" else ")"
+    return f"{text}. Near names: {', '.join(near)}." if near else f"{text}. Names: {', '.join(tails[:20])}."
+
+
+def _shortest(wanted: list[str], names: Mapping[str, nn.Module]) -> list[str]:
+    """Last parts of the names if these match exactly the layers ``wanted``, else full names."""
+    tails = sorted({name.rsplit(".", 1)[-1] for name in wanted})
+    by_tail = {name for name in names if name.rsplit(".", 1)[-1] in tails}
+    return tails if by_tail == set(wanted) else sorted(wanted)
