@@ -4,14 +4,30 @@ Nothing here knows transformers or peft.
 """
 
 from frugal.ops.attention import attention, attention_reference
+from frugal.ops.gated_mlp import gated_mlp, gated_mlp_reference
 from frugal.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from frugal.ops.lora_linear import lora_linear, lora_linear_reference
+from frugal.ops.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
+from frugal.ops.projection import Projection
+from frugal.ops.rope import rope, rope_reference
 from frugal.ops.table import Choice, choose
 
 __all__ = [
     "Choice",
+    "Projection",
     "attention",
     "attention_reference",
     "choose",
+    "gated_mlp",
+    "gated_mlp_reference",
+    "layer_norm",
+    "layer_norm_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "lora_linear",
+    "lora_linear_reference",
+    "rms_norm",
+    "rms_norm_reference",
+    "rope",
+    "rope_reference",
 ]
