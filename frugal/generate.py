@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, TextStreamer
 
+from frugal.data import Message, encode_prompt
 from frugal.errors import DataError
 from frugal.save.export_adapter import stop_ids
 
@@ -47,8 +48,8 @@ def answering(model: Any) -> Iterator[None]:
 def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
     """Token ids that ask for the next answer; a tokenizer without a chat template continues the last message's text."""
     if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        # As in training: the same rendering, one begin token, the text of special tokens in messages stays text.
+        return encode_prompt(tokenizer, [Message(**message) for message in messages])  # type: ignore[arg-type]
     return list(tokenizer(messages[-1]["content"])["input_ids"])
 
 

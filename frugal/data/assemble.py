@@ -21,6 +21,7 @@ from frugal.data.preflight import TemplateReport, template_report
 from frugal.data.prepare import PreparedRow, RowPreparer
 from frugal.data.prompt import chat_renderer
 from frugal.data.split import keep_apart
+from frugal.data.templates import portable
 from frugal.data.tokenize import TextEncoder
 from frugal.data.types import Example
 from frugal.data.worker import prepare_all
@@ -41,6 +42,8 @@ class PreparedData:
     train_sources: list[str] = field(default_factory=list)
     """`file:line` of each training example; `TokenRow.origin` counts in this list."""
     eval_sources: list[str] = field(default_factory=list)
+    chat_template: str | None = None
+    """Jinja text that conversations were rendered with; None when no row is one. It must travel with the adapter."""
     cache_hits: int = 0
     """Parts (train, eval) that came from the cache."""
 
@@ -72,6 +75,32 @@ def build(
         UnsupportedError: preference rows, or a tokenizer without offsets.
     """
     train, held_out, account = load_train_eval(data, seed=seed)
+    return build_from(
+        train,
+        held_out,
+        account,
+        data,
+        tokenizer,
+        vocab_size=vocab_size,
+        cache_dir=cache_dir,
+        zero_rows=zero_rows,
+        say=say,
+    )
+
+
+def build_from(
+    train: list[Example],
+    held_out: list[Example],
+    account: Account,
+    data: DataSection,
+    tokenizer: Any,
+    *,
+    vocab_size: int,
+    cache_dir: Path | None = None,
+    zero_rows: Collection[int] = (),
+    say: Say | None = None,
+) -> PreparedData:
+    """`build` for examples that were read already; arguments and errors are the same."""
     train = keep_apart(train, held_out, account)
     refuse_preference([*train, *held_out])
     preparer = make_preparer(data, tokenizer, [*train, *held_out], account)
@@ -100,6 +129,7 @@ def build(
         template_report=report,
         train_sources=[where(example) for example in train],
         eval_sources=[where(example) for example in held_out],
+        chat_template=portable(preparer.renderer.template.source) if preparer.renderer is not None else None,
         cache_hits=hits,
     )
 
@@ -112,7 +142,7 @@ def make_preparer(
     renderer = None
     if any(example.kind in ("messages", "preference") for example in examples):
         formats = {source.format for source in account.sources if source.format not in ("prompt_completion", "text")}
-        renderer = chat_renderer(tokenizer, encoder, data.chat_template, all_alpaca=formats == {"alpaca"})
+        renderer = chat_renderer(tokenizer, data.chat_template, all_alpaca=formats == {"alpaca"})
         if any(example.tools for example in examples) and not renderer.knows_tools:
             account.note(
                 f"the chat template ({renderer.name}) knows no tools: they are written into the system text, "

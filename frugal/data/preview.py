@@ -3,20 +3,21 @@ line."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from frugal.config.models import DataSection
 from frugal.data.account import Account
-from frugal.data.assemble import build, make_preparer
+from frugal.data.assemble import build_from, make_preparer
 from frugal.data.examples import load_train_eval
 from frugal.data.measure import where
 from frugal.data.preflight import EndCount, TemplateReport, template_report
@@ -70,21 +71,29 @@ def preview_rows(
     tokenizer: Any,
     *,
     seed: int,
-    vocab_size: int,
+    vocab_size: int | None = None,
     rows: int = 5,
     cache_dir: Path | None = None,
     zero_rows: Sequence[int] = (),
 ) -> PreviewData:
     """Prepare all data as training would, and the first ``rows`` rows for showing.
 
+    ``vocab_size``: rows of the embedding table, to refuse ids outside of it; None: not checked.
     Preference rows are shown as pairs, chosen and rejected, though they cannot be trained yet. Raises what `build`
     raises.
     """
     train, held_out, account = load_train_eval(data, seed=seed)
     if any(example.kind == "preference" for example in [*train, *held_out]):
         return _preference(data, tokenizer, train, account, rows)
-    prepared = build(
-        data, tokenizer, seed=seed, vocab_size=vocab_size, cache_dir=cache_dir, zero_rows=zero_rows, say=None
+    prepared = build_from(
+        train,
+        held_out,
+        account,
+        data,
+        tokenizer,
+        vocab_size=vocab_size if vocab_size is not None else sys.maxsize,
+        cache_dir=cache_dir,
+        zero_rows=zero_rows,
     )
     preparer = make_preparer(data, tokenizer, train, Account(sources=account.sources), keep_text=True)
     head = _spread(train, rows)
@@ -145,22 +154,34 @@ def _shown(title: str, row: PreparedRow, preparer: RowPreparer, max_length: int)
     return ShownRow(title, tokens, min(len(tokens), max_length), row.fault)
 
 
-def render_preview(preview: PreviewData, console: Console) -> None:
-    """Print a preview. Trained tokens are coloured, and stand between ⟦ and ⟧ where there are no colours."""
-    coloured = console.is_terminal and not console.no_color
-    for row in preview.rows:
-        console.print(_panel(row, coloured))
-    for note in preview.notes:
-        console.print(Text(note))
-    legend = Text("trained", "bold green") if coloured else Text("⟦trained⟧")
-    console.print(Text.assemble("Text that is ", legend, " is learned; the rest is only read."))
-    console.print(histogram_table(preview.lengths, preview.max_length))
-    console.print(preview.account)
-    console.print(Text(preview.report.line, "bold" if preview.report.end_trained else "bold red"))
-    if preview.report.stop_tokens:
-        console.print(Text(f"generation stops at {', '.join(preview.report.stop_tokens)}"))
-    for warning in preview.report.warnings:
-        console.print(Text(f"warning: {warning}", "yellow"))
+def render_preview(preview: PreviewData) -> RenderableType:
+    """A preview for `console.print`. Trained tokens are coloured, or stand between ⟦ and ⟧ where there are no
+    colours."""
+    return _View(preview)
+
+
+@dataclass(slots=True)
+class _View:
+    """Decides on colours when it is printed."""
+
+    preview: PreviewData
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        preview = self.preview
+        coloured = console.is_terminal and not console.no_color
+        for row in preview.rows:
+            yield _panel(row, coloured)
+        for note in preview.notes:
+            yield Text(note)
+        legend = Text("trained", "bold green") if coloured else Text("⟦trained⟧")
+        yield Text.assemble("Text that is ", legend, " is learned; the rest is only read.")
+        yield histogram_table(preview.lengths, preview.max_length)
+        yield preview.account
+        yield Text(preview.report.line, "bold" if preview.report.end_trained else "bold red")
+        if preview.report.stop_tokens:
+            yield Text(f"generation stops at {', '.join(preview.report.stop_tokens)}")
+        for warning in preview.report.warnings:
+            yield Text(f"warning: {warning}", "yellow")
 
 
 def _panel(row: ShownRow, coloured: bool) -> Panel:
@@ -187,7 +208,7 @@ def _visible(text: str) -> str:
     return "".join(char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
-def histogram(lengths: np.ndarray, max_length: int, bars: int = 10) -> list[tuple[int, int, int]]:
+def histogram(lengths: np.ndarray, bars: int = 10) -> list[tuple[int, int, int]]:
     """(from, to, rows) of up to ``bars`` equal classes between the shortest and the longest row."""
     if not len(lengths):
         return []
@@ -199,7 +220,7 @@ def histogram(lengths: np.ndarray, max_length: int, bars: int = 10) -> list[tupl
 
 def histogram_table(lengths: np.ndarray, max_length: int) -> Table:
     """The lengths as a table of bars."""
-    classes = histogram(lengths, max_length)
+    classes = histogram(lengths)
     most = max((rows for _, _, rows in classes), default=1)
     title = "Lengths"
     if len(lengths):

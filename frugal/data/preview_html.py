@@ -32,7 +32,8 @@ hidden; } .row header { display: flex; flex-wrap: wrap; justify-content: space-b
   font: .86rem/1.75 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 .row pre span { border-radius: .2rem; }
 .row pre span:hover { background: var(--hover); outline: 1px solid var(--soft); }
-.t { background: var(--trained-back); color: var(--trained); } .s { opacity: .75; font-style: italic; }
+.t { background: var(--trained-back); color: var(--trained); text-decoration: underline; text-underline-offset: .25em;
+  text-decoration-thickness: 1px; } .s { opacity: .75; font-style: italic; }
 .cut { color: var(--bad); } .legend span { padding: .1rem .4rem; border-radius: .25rem; }
 .u { border: 1px solid var(--line); }
 .scroll { overflow-x: auto; }
@@ -65,7 +66,7 @@ def preview_html(preview: PreviewData) -> str:
         parts.append(f'<p class="soft">Generation stops at {_text(", ".join(report.stop_tokens))}.</p>')
     parts += [f'<p class="warn">{_text(warning)}</p>' for warning in [*report.warnings, *preview.notes]]
     parts.append(
-        '<h2>Rows</h2><p class="legend soft"><span class="t">learned</span> <span class="u">only read</span></p>'
+        '<h2>Rows</h2><p class="legend soft"><span class="t">trained</span> <span class="u">not trained</span></p>'
     )
     parts += [_row(row) for row in preview.rows]
     parts.append(_bars(preview))
@@ -81,7 +82,7 @@ def _row(row: ShownRow) -> str:
     spans: list[str] = []
     for token in row.tokens[: row.cut_at]:
         kind = " ".join(name for name, on in (("t", token.trained), ("s", token.special)) if on)
-        title = f"id {token.token_id}, {'learned' if token.trained else 'only read'}"
+        title = f"id {token.token_id}, {'trained' if token.trained else 'not trained'}"
         # A line break that is a token of its own would be invisible: it gets a sign before it.
         shown = _text(token.text).replace("\n", "⏎\n") if not token.text.strip(" \n") else _text(token.text)
         spans.append(f'<span{f" class={chr(34)}{kind}{chr(34)}" if kind else ""} title="{title}">{shown}</span>')
@@ -92,12 +93,12 @@ def _row(row: ShownRow) -> str:
         spans.append(f'<span class="cut">left out: {_text(row.fault)}</span>')
     return (
         f'<article class="row"><header><span>{_text(row.title)}</span>'
-        f"<span>{row.cut_at:,} tokens, {row.trained:,} learned</span></header><pre>{''.join(spans)}</pre></article>"
+        f"<span>{row.cut_at:,} tokens, {row.trained:,} trained</span></header><pre>{''.join(spans)}</pre></article>"
     )
 
 
 def _bars(preview: PreviewData) -> str:
-    classes = histogram(preview.lengths, preview.max_length)
+    classes = histogram(preview.lengths)
     most = max((rows for _, _, rows in classes), default=1) or 1
     bars = "".join(
         f'<span class="n">{begin:,}-{end:,}</span><i style="width:{100 * rows / most:.1f}%"></i>'

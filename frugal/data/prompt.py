@@ -11,17 +11,15 @@ from frugal.data.prepare import with_system
 from frugal.data.render import ChatRenderer
 from frugal.data.sandbox import TemplateRefused
 from frugal.data.templates import choose_template
-from frugal.data.tokenize import TextEncoder
+from frugal.data.tokenize import TextEncoder, adds_bos, one_bos, special_tokens_of
 from frugal.data.types import Message
 from frugal.errors import DataError
 
 
-def chat_renderer(
-    tokenizer: Any, encoder: TextEncoder, chat_template: str | None, *, all_alpaca: bool = False
-) -> ChatRenderer:
+def chat_renderer(tokenizer: Any, chat_template: str | None, *, all_alpaca: bool = False) -> ChatRenderer:
     """The renderer for a tokenizer and `data.chat_template`."""
     chosen = choose_template(chat_template, tokenizer, all_alpaca=all_alpaca)
-    return ChatRenderer(chosen.source, chosen.name, encoder.state.special_tokens_map, encoder.state.special_tokens)
+    return ChatRenderer(chosen.source, chosen.name, *special_tokens_of(tokenizer))
 
 
 def encode_prompt(
@@ -38,12 +36,15 @@ def encode_prompt(
         DataError: the template refuses the conversation.
         ConfigError: there is no template.
     """
-    encoder = TextEncoder.from_tokenizer(tokenizer)
-    renderer = chat_renderer(tokenizer, encoder, chat_template)
+    renderer = chat_renderer(tokenizer, chat_template)
     try:
         turns, known_tools = renderer.turns(with_system(messages, system_prompt), tools)
         text = renderer.text(turns, known_tools, prompt=True)
         literals = literal_spans(renderer, turns, known_tools, text, prompt=True)
     except TemplateRefused as fault:
         raise DataError(f"The chat template ({renderer.name}) cannot render the conversation: {fault}") from None
-    return [int(token_id) for token_id in encoder.encode([text], literals=[literals])[0].ids]
+    if literals:
+        encoder = TextEncoder.from_tokenizer(tokenizer)
+        return [int(token_id) for token_id in encoder.encode([text], literals=[literals])[0].ids]
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return one_bos(ids, tokenizer.bos_token_id, adds_bos=adds_bos(tokenizer))

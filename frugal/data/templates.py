@@ -179,5 +179,17 @@ def choose_template(asked: str | None, tokenizer: Any, *, all_alpaca: bool = Fal
     )
 
 
+def portable(source: str) -> str:
+    """A template of frugal's own without its `{% generation %}` tags, which programs other than transformers may not
+    know.
+
+    It prints the same text: the tags trim white space on both sides, and so do their neighbours. Other templates are
+    returned as they are.
+    """
+    if any(source == named.source for named in TEMPLATES.values()):
+        return source.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    return source
+
+
 def _names() -> str:
     return ", ".join(sorted(TEMPLATES))

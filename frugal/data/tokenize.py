@@ -65,14 +65,14 @@ class TextEncoder:
                 f"token covers, "
                 "so answers cannot be told from prompts. Use a model with a fast tokenizer (tokenizer.json)."
             )
-        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        special_map, special = special_tokens_of(tokenizer)
         state = EncoderState(
             backend=tokenizer.backend_tokenizer.to_str(),
             bos_id=tokenizer.bos_token_id,
             eos_id=tokenizer.eos_token_id,
-            adds_bos=_adds_bos(tokenizer),
+            adds_bos=adds_bos(tokenizer),
             special_tokens=special,
-            special_tokens_map={key: value for key, value in tokenizer.special_tokens_map.items() if value},
+            special_tokens_map=special_map,
         )
         return cls(state)
 
@@ -116,12 +116,10 @@ class TextEncoder:
         return results
 
     def _one_bos(self, encoded: Encoded) -> Encoded:
-        if self.bos_id is None:
-            return encoded
-        first = encoded.ids[:2]
-        if self.adds_bos and len(first) == 2 and first[0] == first[1] == self.bos_id:
+        missing = bos_missing(encoded.ids[:2].tolist(), self.bos_id, adds_bos=self.adds_bos)
+        if missing < 0:
             return Encoded(encoded.ids[1:], encoded.starts[1:], encoded.ends[1:])
-        if not self.adds_bos or (len(first) and first[0] == self.bos_id):
+        if missing == 0 or self.bos_id is None:
             return encoded
         zero = np.zeros(1, np.int32)
         return Encoded(
@@ -194,10 +192,33 @@ def _straddles(encoded: Encoded, place: int) -> bool:
     return bool(np.any((encoded.starts < place) & (encoded.ends > place)))
 
 
-def _adds_bos(tokenizer: Any) -> bool:
+def adds_bos(tokenizer: Any) -> bool:
     """True when the tokenizer's own setting puts its begin token before a text."""
     if tokenizer.bos_token_id is None:
         return False
     with_special = tokenizer("a", add_special_tokens=True)["input_ids"]
     without = tokenizer("a", add_special_tokens=False)["input_ids"]
     return bool(with_special[:1] == [tokenizer.bos_token_id] and without[:1] != [tokenizer.bos_token_id])
+
+
+def bos_missing(first: Sequence[int], bos_id: int | None, *, adds_bos: bool) -> int:
+    """Begin tokens to add (1), to take away (-1), or 0, looking at a text's first two ids."""
+    if bos_id is None or not adds_bos:
+        return 0
+    if list(first[:2]) == [bos_id, bos_id]:
+        return -1
+    return 0 if list(first[:1]) == [bos_id] else 1
+
+
+def one_bos(ids: list[int], bos_id: int | None, *, adds_bos: bool) -> list[int]:
+    """The ids with exactly one begin token, or none where neither the text nor the tokenizer has one."""
+    missing = bos_missing(ids[:2], bos_id, adds_bos=adds_bos)
+    if missing > 0 and bos_id is not None:
+        return [bos_id, *ids]
+    return ids[1:] if missing < 0 else ids
+
+
+def special_tokens_of(tokenizer: Any) -> tuple[dict[str, Any], list[str]]:
+    """(names of the special tokens for templates, texts of all special tokens)."""
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return {key: value for key, value in tokenizer.special_tokens_map.items() if value}, special
