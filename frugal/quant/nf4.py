@@ -21,6 +21,7 @@ from frugal.quant.codes import BLOCK, NESTED_BLOCK, block_scales
 __all__ = ["BLOCK", "NESTED_BLOCK", "NF4Linear", "NF4Tensors", "dequantize_nf4", "dequantize_rows", "quantize_nf4"]
 
 _WIDENED_BYTES = 16 << 20  # largest block of dense float32 rows that a product holds at a time
+_QUANTIZED_BYTES = 4 << 20  # largest float32 block that is quantised at a time; the kernels copy it several times
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def quantize_nf4(weight: torch.Tensor, double: bool = True) -> NF4Tensors:
         bnb.quantize_4bit(
             weight.detach()[start:stop].contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=False
         )
-        for start, stop in _row_blocks((rows, columns), torch.float32)
+        for start, stop in _row_blocks((rows, columns), torch.float32, _QUANTIZED_BYTES)
     ]
     packed = torch.cat([piece for piece, _ in pieces])
     absmax = torch.cat([state.absmax for _, state in pieces])
@@ -195,9 +196,11 @@ class NF4Linear(nn.Linear):
         return f"{super().extra_repr()}, {bits}"
 
 
-def _row_blocks(shape: tuple[int, int], dtype: torch.dtype) -> list[tuple[int, int]]:
+def _row_blocks(
+    shape: tuple[int, int], dtype: torch.dtype, block_bytes: int = _WIDENED_BYTES
+) -> list[tuple[int, int]]:
     rows, columns = shape
-    step = max(BLOCK, _WIDENED_BYTES // (columns * dtype.itemsize) // BLOCK * BLOCK)
+    step = max(BLOCK, block_bytes // (columns * dtype.itemsize) // BLOCK * BLOCK)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 

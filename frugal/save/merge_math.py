@@ -14,7 +14,10 @@ from math import sqrt
 import torch
 
 from frugal.quant.nf4 import NF4Tensors, quantize_nf4
-from frugal.save.merge_io import BLOCK_BYTES, StoredTensor
+from frugal.save.merge_io import StoredTensor
+
+ROW_BYTES = 1 << 20
+"""Stored size of a block of rows; about ten fp32 copies of it exist while it is updated and measured."""
 
 
 @dataclass(slots=True)
@@ -139,7 +142,7 @@ class Maker:
             held = quantize_nf4(plan.stored.read(), double=self.double_quant)
         base = held if self.dequantized else None
         lora = _Applied(plan.update, plan.stored, base) if plan.update is not None else None
-        for start, block in plan.stored.blocks(BLOCK_BYTES // 2):
+        for start, block in plan.stored.blocks(ROW_BYTES):
             original = block.float()
             rows = slice(start, start + original.shape[0])
             source = _dense(base, rows) if base is not None else original
@@ -164,7 +167,7 @@ class _Applied:
         self.norm: torch.Tensor | None = None
         if self.magnitude is not None and update.transposed:  # the norm runs over rows: one pass beforehand
             total = torch.zeros(self.b.shape[0])
-            for start, block in stored.blocks(BLOCK_BYTES // 2):
+            for start, block in stored.blocks(ROW_BYTES):
                 rows = slice(start, start + block.shape[0])
                 source = _dense(base, rows) if base is not None else block.float()
                 total += (source + self._delta(rows)).square().sum(0)
@@ -181,7 +184,8 @@ class _Applied:
             return result
         if self.norm is not None:
             return result * (self.magnitude / self.norm)
-        return result * (self.magnitude[rows] / torch.linalg.norm(result, dim=1)).unsqueeze(1)
+        norm: torch.Tensor = torch.linalg.norm(result, dim=1)
+        return result * (self.magnitude[rows] / norm).unsqueeze(1)
 
 
 def _dense(base: NF4Tensors, rows: slice) -> torch.Tensor:
