@@ -1,4 +1,4 @@
-# make quickstart: train a small model here, without a GPU. make test: the tests. Needs Python 3.10 to 3.13 and make.
+# make quickstart: train a small model here, without a GPU. make test: the tests. Needs Python 3.11 to 3.13 and make.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,7 +31,7 @@ $(VENV)/.asked: FORCE
 	@echo '$(TORCH) $(EXTRAS)' | cmp -s - $@ || echo '$(TORCH) $(EXTRAS)' > $@
 
 $(INSTALLED): pyproject.toml setup.py $(VENV)/.asked
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v < (3, 14) else "Python 3.10 to 3.13 is needed, $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % v)'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else "Python 3.11 to 3.13 is needed, $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % v)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo "Installing into $(VENV); the first time takes a few minutes."
