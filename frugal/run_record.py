@@ -26,7 +26,7 @@ from frugal.report import write_report
 from frugal.save.card import adapter_card
 from frugal.train import ranks
 from frugal.train.log import TrainLog
-from frugal.train.progress import Reporter, say, show
+from frugal.train.progress import Reporter, safe_console, say
 from frugal.train.schedule import TrainPlan
 from frugal.train.summary import TrainResult, summary_lines
 from frugal.train.trackers import Trackers
@@ -44,22 +44,24 @@ class RunRecord:
         self.manifest = Manifest()
         self.log = TrainLog(run_dir / "train_log.jsonl")
         self.samples: list[dict[str, str]] = []
+        self.base_fingerprint: str | None = None
         self._reporter: Reporter | None = None
         self._trackers: Trackers | None = None
 
     def __enter__(self) -> RunRecord:
         if not self.first:
             return self
-        show(self.data.account)
+        safe_console().print(self.data.account)
         self.say(self.data.template_report.line)
         for warning in self.data.template_report.warnings:
             self.say(f"warning: {warning}")
         self.manifest.add("config", self.config.model_dump(mode="json"))
         self.manifest.add("plan", self.plan.as_dict())
         self.manifest.add("data", {**self.data.account.to_json(), "template": self.data.template_report.to_json()})
-        fingerprint = base_fingerprint(self.source.path)
+        self.base_fingerprint = base_fingerprint(self.source.path)
         self.manifest.add(
-            "base", {"name": self.source.name, "revision": self.source.revision, "fingerprint": fingerprint}
+            "base",
+            {"name": self.source.name, "revision": self.source.revision, "fingerprint": self.base_fingerprint},
         )
         self.manifest.started()
         self._write("config.yaml", lambda: write_text(self.run_dir / "config.yaml", dump_yaml(self.config)))
@@ -97,13 +99,14 @@ class RunRecord:
         self.manifest.choose("compute dtype", name, why=dtype.reason)
         self.say(f"device {device.name}, compute {name} ({dtype.reason}), adapters float32")
 
-    def implementations(self, attention: AttentionChoice, head: HeadSpec, loaded: LoadReport, adapters: Any) -> None:
+    def implementations(
+        self, attention: AttentionChoice, head: HeadSpec, loaded: LoadReport, adapters: list[str]
+    ) -> None:
         """Note what was loaded, and which attention and loss were chosen."""
         if not self.first:
             return
-        for line in loaded.lines():
+        for line in [*loaded.lines(), *adapters]:
             self.say(line)
-        self.say(str(adapters))
         self.manifest.add("load", loaded.as_dict())
         self.manifest.choose("attention", attention.name, why=attention.reason)
         self.manifest.choose("loss", "chunked, no logits" if head.exact else "stock logits", why=head.reason)

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
 from safetensors import SafetensorError
-from torch import nn
 
 from frugal.adapters import save_adapter
 from frugal.errors import CheckpointError
@@ -16,7 +16,9 @@ from frugal.save.export_adapter import save_side_files
 from frugal.save.rotation import aside
 
 
-def save_final(run_dir: Path, model: nn.Module, tokenizer: Any, *, base: Path, card: str) -> None:
+def save_final(
+    run_dir: Path, model: PeftModel, tokenizer: Any, *, base: Path, card: str, base_fingerprint: str | None
+) -> None:
     """Write the adapter (PEFT's two files), tokenizer, chat template, stop ids and model card into ``run_dir``.
 
     The adapter is written beside and moved in, its configuration last: a folder with adapter_config.json is whole.
@@ -25,7 +27,7 @@ def save_final(run_dir: Path, model: nn.Module, tokenizer: Any, *, base: Path, c
     beside = aside(run_dir, 0, "tmp")
     try:
         beside.mkdir(parents=True)
-        save_adapter(model, beside)
+        save_adapter(model, beside, base_fingerprint=base_fingerprint, plain=True)
         files = sorted(
             (path for path in beside.iterdir() if path.is_file()), key=lambda path: path.name == "adapter_config.json"
         )

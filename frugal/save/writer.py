@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import set_peft_model_state_dict
-from torch import nn
+from peft import PeftModel, set_peft_model_state_dict
 from torch.optim import Optimizer
 
 from frugal.adapters import adapter_state, save_adapter
@@ -33,7 +32,7 @@ class CheckpointWriter:
     """Writes the checkpoints of one run. Every rank calls `save`, rank 0 writes, all meet the same outcome."""
 
     run_dir: Path
-    model: nn.Module
+    model: PeftModel
     optimizer: Optimizer
     plan: TrainPlan
     config: dict[str, Any]
@@ -82,7 +81,7 @@ class CheckpointWriter:
         return f"The adapter of step {step} (without optimizer state) was saved in {folder}."
 
 
-def put_adapter(model: nn.Module, folder: Path) -> None:
+def put_adapter(model: PeftModel, folder: Path) -> None:
     """Load a checkpoint's adapter into the adapter that the model has already, bit for bit.
 
     Nothing is wrapped again. Raises CheckpointError when names or shapes differ.
@@ -108,7 +107,7 @@ def put_adapter(model: nn.Module, folder: Path) -> None:
 
 def restore(
     checkpoint: LoadedCheckpoint,
-    model: nn.Module,
+    model: PeftModel,
     optimizer: Optimizer,
     device: torch.device,
     *,

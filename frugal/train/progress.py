@@ -5,6 +5,7 @@ Printing never ends a run: characters the stream cannot encode are escaped, a cl
 
 from __future__ import annotations
 
+import importlib
 import io
 import sys
 import time
@@ -65,9 +66,9 @@ def say(text: str) -> None:
     stream.flush()
 
 
-def show(renderable: Any) -> None:
-    """Print a rich table or text safely."""
-    Console(file=cast("IO[str]", SafeStream(sys.stdout))).print(renderable)
+def safe_console() -> Console:
+    """A rich console on standard output that cannot raise on printing."""
+    return Console(file=cast("IO[str]", SafeStream(sys.stdout)))
 
 
 def duration(seconds: float) -> str:
@@ -98,8 +99,7 @@ class Reporter:
             return
         stream = SafeStream(sys.stdout)
         if in_notebook():
-            from IPython.display import display  # type: ignore[import-not-found,unused-ignore]  # only there in notebooks
-
+            display: Any = importlib.import_module("IPython.display").display  # only there in notebooks
             self._handle = display({"text/plain": "starting"}, raw=True, display_id=True)
         elif stream.isatty():
             # no refresh thread: the bar is drawn when a step ends, and nothing outlives a failed run
@@ -119,6 +119,9 @@ class Reporter:
         step = int(record["step"])
         if record.get("eval_loss") is not None:
             self._last_eval = float(record["eval_loss"])
+        if "loss" not in record:
+            self.say(f"held-out loss before training {self._last_eval:.4f}")
+            return
         text = self._text(record)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step, text=text)

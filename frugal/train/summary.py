@@ -73,7 +73,7 @@ def summary_lines(result: TrainResult, samples: list[dict[str, str]]) -> list[st
         "report": run / "report.html",
         "model card": run / "README.md",
         "what ran": run / "manifest.json",
-        "checkpoints": run,
+        "checkpoints": run / "checkpoint-N",
     }
     lines.append("")
     lines += [f"  {name:<20}  {path}" for name, path in entries.items() if path is not None]
