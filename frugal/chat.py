@@ -21,7 +21,7 @@ from frugal.hardware import Device, probe, resolve_dtype
 from frugal.models.load import load_base
 from frugal.models.source import BaseSource, resolve_base
 from frugal.models.tokenizer import load_tokenizer
-from frugal.save.run_folder import RunFolder, open_run, other_base
+from frugal.save.run_folder import RunFolder, check_depth, open_run, other_base
 
 __all__ = ["LoadedRun", "chat", "chat_loop", "generate_samples", "load", "load_run"]
 
@@ -87,6 +87,7 @@ def load_run(
     """
     opened = open_run(run)
     source = opened.base_source(base)
+    check_depth(opened, source)
     warnings = _warnings(opened, source, allow_other_base, trust_remote_code)
     tokenizer = _tokenizer(opened, source, trust_remote_code)
     where = _device(device)

@@ -18,7 +18,7 @@ from frugal.save.export_adapter import copy_tokenizer, highest_token_id
 from frugal.save.merge_io import OutTensor, plan_shards, write_shards
 from frugal.save.merge_math import Maker, WeightPlan
 from frugal.save.merge_plan import MergePlan, plan_merge
-from frugal.save.run_folder import RunFolder, open_run, other_base
+from frugal.save.run_folder import RunFolder, check_depth, open_run, other_base
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MOST_SUPPRESSED = 4096
@@ -106,6 +106,7 @@ def merge(
         raise ConfigError(f"dtype: got {dtype!r}; allowed are {', '.join(DTYPES)}.")
     folder, opened = _new_folder(Path(out).expanduser()), open_run(run)
     source = opened.base_source(base)
+    check_depth(opened, source)
     warnings = _check_base(opened, source, allow_other_base)
     chosen: Weights = weights or ("dequantized" if opened.quantized else "original")
     if chosen == "dequantized" and not opened.quantized:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,4 +113,34 @@ def other_base(run: RunFolder, source: BaseSource) -> str | None:
     return (
         f"The base found at {source.path} has other weights than {trained_on}, on which {run.root} was trained "
         f"(fingerprint {found[:12]}, trained on {str(stored)[:12]})."
+    )
+
+
+def check_depth(run: RunFolder, source: BaseSource) -> None:
+    """Refuse a base with more layers than an adapter that was trained on all layers has keys for.
+
+    PEFT saves ``all-linear`` as the full names it found, so that the adapter of a shallower base would fit a deeper one
+    without a missing key, and leave its last layers as they were.
+
+    Raises:
+        CheckpointError: layers of the base are not in the adapter.
+    """
+    names = run.adapter_config.get("target_modules")
+    chosen = run.config.lora.target_modules if run.config is not None else "all-linear"
+    if (
+        chosen != "all-linear"
+        or not isinstance(names, list)
+        or run.adapter_config.get("layers_to_transform") is not None
+    ):
+        return
+    found = {int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)}
+    depth = getattr(source.config().get_text_config(), "num_hidden_layers", 0)
+    if not found or found != set(range(len(found))) or depth <= len(found):
+        return
+    last = next(name for name in names if f".{len(found) - 1}." in name)
+    missing = last.replace(f".{len(found) - 1}.", f".{len(found)}.")
+    raise CheckpointError(
+        f"The adapter in {run.adapter} does not fit the base {source.path}: it has keys for {len(found)} layers, the "
+        f"base has {depth}; missing are base_model.model.{missing}.lora_A.weight and all others of the layers "
+        f"{len(found)} to {depth - 1}. Use the base it was trained on."
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from merge_help import IDS, logits_here, logits_in_new_process, logits_of, make_run
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from frugal.errors import CheckpointError, ConfigError, UnsupportedError
 from frugal.models.families import tiny_model
 from frugal.save.merge import merge
+from tests.save.merge_help import IDS, logits_here, logits_in_new_process, logits_of, make_run
 
 Make = Callable[..., Path]
 
