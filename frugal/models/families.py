@@ -34,7 +34,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
     return AutoConfig.for_model(family, **{**_COMMON, **FAMILIES.get(family, {}), **changes})
 
 
-def tiny_model(family: str, *, seed: int = 0, attn_implementation: str = "sdpa", **changes: Any) -> Any:
+def tiny_model(family: str, *, seed: int = 0, attn_implementation: str | None = None, **changes: Any) -> Any:
     """A tiny random model in float32 and eval mode; norm weights are shaken off their initial value too."""
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), attn_implementation=attn_implementation)

@@ -37,15 +37,18 @@ class LinearParts:
     adapters: tuple[Adapter, ...]
 
 
-def linear_parts(module: nn.Module) -> LinearParts | str:
-    """The parts of a linear layer, or the reason why it has to be called as it is."""
+def linear_parts(module: nn.Module, *, hooks_run: bool = False) -> LinearParts | str:
+    """The parts of a linear layer, or the reason why it has to be called as it is.
+
+    ``hooks_run``: the caller is the module's own forward, so hooks on the module itself are served anyway.
+    """
     if isinstance(module, ModulesToSaveWrapper):
         if module.disable_adapters or not module.active_adapters:
             return linear_parts(module.original_module)
         return linear_parts(module.modules_to_save[module.active_adapters[0]])
     if isinstance(module, LoraLinear):
-        return _lora_parts(module)
-    if module._forward_hooks or module._forward_pre_hooks:
+        return _lora_parts(module, hooks_run)
+    if not hooks_run and _hooked(module):
         return f"{type(module).__name__} has forward hooks"
     if isinstance(module, NF4Linear):
         return LinearParts(module.nf4, module.bias, ())
@@ -54,7 +57,11 @@ def linear_parts(module: nn.Module) -> LinearParts | str:
     return f"{type(module).__module__}.{type(module).__name__} is no plain linear layer"
 
 
-def _lora_parts(module: LoraLinear) -> LinearParts | str:
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def _lora_parts(module: LoraLinear, hooks_run: bool) -> LinearParts | str:
     base = linear_parts(module.base_layer)
     if isinstance(base, str):
         return base
@@ -62,7 +69,7 @@ def _lora_parts(module: LoraLinear) -> LinearParts | str:
         return "adapters are merged into the base" if module.disable_adapters else base
     if module.disable_adapters:
         return base
-    if module._forward_hooks or module._forward_pre_hooks:
+    if not hooks_run and _hooked(module):
         return "the LoRA layer has forward hooks"
     if module.fan_in_fan_out:
         return "the weight is stored transposed (fan_in_fan_out)"
@@ -79,6 +86,8 @@ def _lora_parts(module: LoraLinear) -> LinearParts | str:
         # Evaluation may wrap A or B (hooks of a hub kernel, a quantised adapter): anything but nn.Linear is PEFT's.
         if type(a) is not nn.Linear or type(b) is not nn.Linear:
             return f"adapter {name!r} has {type(a).__name__} and {type(b).__name__} matrices: left to PEFT"
+        if _hooked(a) or _hooked(b):
+            return f"adapter {name!r} has hooks on its matrices"
         probability = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
         found.append(Adapter(a.weight, b.weight, float(module.scaling[name]), float(probability)))
     return LinearParts(base.weight, base.bias, tuple(found))

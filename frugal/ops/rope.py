@@ -26,10 +26,8 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = F
     cos_a, cos_b = _halves(cos, rotary, interleaved)
     sin_a, sin_b = _halves(sin, rotary, interleaved)
     first, second = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-    if interleaved:
-        turned = torch.stack((first, second), dim=-1).flatten(-2)
-    else:
-        turned = torch.cat((first, second), dim=-1)
+    pairs = torch.stack((first, second), dim=-1 if interleaved else -2)
+    turned = pairs.flatten(-2)
     return torch.cat((turned, x[..., rotary:]), dim=-1).to(x.dtype)
 
 

@@ -12,7 +12,7 @@ LENGTHS = (11, 1, 8, 13)
 
 
 def _model(family, **changes):
-    model = tiny_model(family, attn_implementation="eager" if family == "gemma2" else "sdpa", **changes)
+    model = tiny_model(family, **changes)
     choice = use_attention(model)
     assert choice.name == NAME, choice.reason
     return model

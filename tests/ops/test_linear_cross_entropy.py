@@ -212,7 +212,7 @@ def test_quantised_head(chunk_vocab, monkeypatch):
     loss = linear_cross_entropy(hidden, head, x["labels"], chunk_tokens=2, chunk_vocab=chunk_vocab, softcap=9.0)
     (grad,) = torch.autograd.grad(loss, hidden)
     want = _run(linear_cross_entropy_reference, x, ["hidden"], softcap=9.0)
-    _same((loss, (grad,)), want)
+    _same((loss, (grad,)), want, 1e-6)  # quantised values come in fp32
     assert head.most <= 64
 
 
