@@ -12,6 +12,8 @@ THREADS ?= 1
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 RUN := runs/quickstart
+# make quickstart OVERRIDES="train.max_steps=10": keys of configs/quickstart.yaml to change.
+OVERRIDES ?=
 
 .PHONY: help setup quickstart test check docs clean FORCE
 
@@ -43,7 +45,7 @@ quickstart: setup
 	$(BIN)/frugal fetch smollm2-135m-instruct
 	$(BIN)/frugal fetch chatterbot-corpus
 	@if test -e $(RUN); then echo "Removing the former quickstart run, $(RUN)."; rm -rf $(RUN); fi
-	$(BIN)/frugal train configs/quickstart.yaml
+	$(BIN)/frugal train configs/quickstart.yaml $(OVERRIDES)
 	@echo
 	@echo "The adapter, the log and the samples before and after are in $(RUN)."
 	@echo "Try next:"
