@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from peft import LoftQConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -185,7 +186,8 @@ def prepare_trained(model: PreTrainedModel, modules_to_save: Sequence[str], *, t
 
 
 def _stored_linear(old: nn.Linear) -> StoredLinear:
-    new = StoredLinear(old.in_features, old.out_features, bias=False, device="meta")
+    rows, columns = old.weight.shape  # PEFT's tied head has its two sizes the wrong way round
+    new = StoredLinear(columns, rows, bias=False, device="meta")
     new.weight, new.bias = old.weight, old.bias
     return new.train(old.training)
 
@@ -201,22 +203,39 @@ def inject(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, adapter
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         peft_model = get_peft_model(model, config, adapter_name=adapter_name)
+    _cast_tied_heads(peft_model)
     masters_float32(peft_model)
     return peft_model
 
 
 def masters_float32(model: nn.Module) -> None:
-    """Make everything that is trained float32. Call it after anything that adds or loads an adapter."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != torch.float32:
-            parameter.data = parameter.data.float()
+    """Make everything that belongs to an adapter float32, frozen or not. Call it after adding or loading one."""
+    for module in model.modules():
+        parts: list[Any] = []
+        if isinstance(module, BaseTunerLayer):
+            parts = [getattr(module, name, None) for name in module.adapter_layer_names]
+        elif isinstance(module, ModulesToSaveWrapper):
+            parts = [module.modules_to_save]
+        for part in parts:
+            for parameter in part.parameters() if isinstance(part, nn.Module) else []:
+                if parameter.is_floating_point() and parameter.dtype != torch.float32:
+                    parameter.data = parameter.data.float()
+
+
+def _cast_tied_heads(model: nn.Module) -> None:
+    """PEFT ties a trained head with a plain `nn.Linear`; the casting form takes its place, with the same Parameter."""
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            for name, child in module.modules_to_save.items():
+                if type(child) is nn.Linear:
+                    module.modules_to_save[name] = _stored_linear(child)
 
 
 START = "frugal_pissa_start"
 
 
 def adapter_state(model: PeftModel, adapter_name: str | None = None) -> dict[str, torch.Tensor]:
-    """The adapter's tensors under PEFT's file keys (references, no copies): LoRA, trained modules, trained token rows."""
+    """The adapter's tensors under PEFT's file keys (references, no copies): LoRA, trained modules and token rows."""
     name = adapter_name or model.active_adapter
     state: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     return state

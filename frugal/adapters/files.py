@@ -11,7 +11,6 @@ from typing import Any, Literal
 import safetensors
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, set_peft_model_state_dict
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from frugal.adapters.apply import (
@@ -25,6 +24,7 @@ from frugal.adapters.apply import (
 )
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
 from frugal.files import atomic_path, read_json, write_json
+from frugal.models.tensor_file import write_tensors
 
 log = logging.getLogger("frugal.adapters")
 
@@ -57,7 +57,7 @@ def save_adapter(model: PeftModel, folder: Path, *, base_fingerprint: str | None
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", **({FINGERPRINT: base_fingerprint} if base_fingerprint else {})}
     with atomic_path(folder / WEIGHTS) as beside:
-        save_file(tensors, str(beside), metadata=metadata)
+        write_tensors(beside, tensors, metadata)
     write_json(folder / CONFIG, config)
 
 

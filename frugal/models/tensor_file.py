@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -94,3 +95,25 @@ def read_tensor(handle: IO[bytes], entry: TensorEntry) -> torch.Tensor:
             raise ModelError(f"{entry.path} ended while a tensor was read. Download it again.")
         done += count
     return buffer.view(entry.dtype).view(entry.shape)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file whose bytes depend on its content alone (the library's own writer shuffles metadata).
+
+    ``tensors`` are contiguous and on the CPU. Larger types come first, as the format wants for alignment.
+    """
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    offset = 0
+    for name in order:
+        tensor = tensors[name]
+        end = offset + tensor.nbytes
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as handle:
+        handle.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            handle.write(memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
