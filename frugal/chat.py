@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,13 +14,14 @@ from transformers import AutoTokenizer
 
 from frugal.adapters import apply_adapters, load_adapter
 from frugal.config import Config, LoraSection, load_config
+from frugal.data import choose_template
 from frugal.errors import FrugalError, UnsupportedError
 from frugal.files import read_json
 from frugal.generate import Messages, answer, as_messages, generate_samples, generation_config
 from frugal.hardware import Device, probe, resolve_dtype
 from frugal.models.load import load_base
 from frugal.models.source import BaseSource, resolve_base
-from frugal.models.tokenizer import load_tokenizer
+from frugal.models.tokenizer import load_tokenizer, rows_needed
 from frugal.save.run_folder import RunFolder, check_depth, open_run, other_base
 
 __all__ = ["LoadedRun", "chat", "chat_loop", "generate_samples", "load", "load_run"]
@@ -41,14 +42,21 @@ class LoadedRun:
     """Content of the run's generation_config.json."""
     warnings: list[str] = field(default_factory=list)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Any]:
         """So that ``model, tokenizer = frugal.load(...)`` works."""
         return iter((self.model, self.tokenizer))
 
-    def answer(self, prompt: str | Messages, *, max_new_tokens: int = 256, temperature: float = 0.0) -> str:
-        """The answer to one question, or to a conversation that ends with a question."""
+    def answer(
+        self,
+        prompt: str | Messages,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        write: Callable[[str], None] | None = None,
+    ) -> str:
+        """The answer to one question, or to a conversation that ends with a question; ``write`` gets each piece."""
         messages = as_messages(prompt, self.system_prompt) if isinstance(prompt, str) else prompt
-        text, stopped = answer(self.model, self.tokenizer, messages, self._config(max_new_tokens, temperature))
+        text, stopped = answer(self.model, self.tokenizer, messages, self._config(max_new_tokens, temperature), write)
         if stopped:
             raise KeyboardInterrupt
         return text.strip()
@@ -86,7 +94,7 @@ def load_run(
         CheckpointError: no adapter there, or its keys or shapes do not fit the base.
     """
     opened = open_run(run)
-    source = opened.base_source(base)
+    source = opened.base_source(base, trust_remote_code=trust_remote_code)
     check_depth(opened, source)
     warnings = _warnings(opened, source, allow_other_base, trust_remote_code)
     tokenizer = _tokenizer(opened, source, trust_remote_code)
@@ -99,7 +107,7 @@ def load_run(
         dtype=resolve_dtype(asked, where).compute,
         device=where.torch_device,
         trust_remote_code=trust_remote_code,
-        vocab_size=len(tokenizer),
+        vocab_size=rows_needed(tokenizer, source.config()),
     )
     model = load_adapter(loaded.model, opened.adapter, trainable=trainable)
     if not trainable:
@@ -136,9 +144,17 @@ def _warnings(run: RunFolder, source: BaseSource, allow_other_base: bool, trust_
 def _tokenizer(run: RunFolder, source: BaseSource, trust_remote_code: bool) -> Any:
     if run.tokenizer_folder is not None:
         return AutoTokenizer.from_pretrained(str(run.tokenizer_folder), trust_remote_code=trust_remote_code)
-    template = run.config.data.chat_template if run.config is not None else None
-    added = run.config.model.add_tokens if run.config is not None else []
-    return load_tokenizer(source, chat_template=template, add_tokens=added, trust_remote_code=trust_remote_code)
+    if run.config is None:
+        return load_tokenizer(source, trust_remote_code=trust_remote_code)
+    return _prepared_tokenizer(run.config, source, trust_remote_code)
+
+
+def _prepared_tokenizer(config: Config, source: BaseSource, trust_remote_code: bool) -> Any:
+    """The base's tokenizer with the added tokens and the template of a configuration."""
+    tokenizer = load_tokenizer(source, add_tokens=config.model.add_tokens, trust_remote_code=trust_remote_code)
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = choose_template(config.data.chat_template, tokenizer).source
+    return tokenizer
 
 
 def _generation(run: RunFolder) -> dict[str, Any]:
@@ -183,13 +199,8 @@ def load(
 def _load_fresh(config: Config, lora: LoraSection, device: str | None) -> LoadedRun:
     where = _device(device)
     settings = config.model
-    source = resolve_base(settings.base, settings.revision)
-    tokenizer = load_tokenizer(
-        source,
-        chat_template=config.data.chat_template,
-        add_tokens=settings.add_tokens,
-        trust_remote_code=settings.trust_remote_code,
-    )
+    source = resolve_base(settings.base, settings.revision, trust_remote_code=settings.trust_remote_code)
+    tokenizer = _prepared_tokenizer(config, source, settings.trust_remote_code)
     loaded = load_base(
         source,
         quantize=settings.quantize,
@@ -197,7 +208,7 @@ def _load_fresh(config: Config, lora: LoraSection, device: str | None) -> Loaded
         dtype=resolve_dtype(settings.dtype, where).compute,
         device=where.torch_device,
         trust_remote_code=settings.trust_remote_code,
-        vocab_size=len(tokenizer),
+        vocab_size=rows_needed(tokenizer, source.config()),
     )
     applied = apply_adapters(loaded.model, lora, seed=config.train.seed, quantize=settings.quantize)
     return LoadedRun(applied.model, tokenizer, where, config.data.system_prompt)
@@ -209,6 +220,7 @@ def chat(
     *,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
+    echo: bool = False,
     **options: Any,
 ) -> str | None:
     """Talk to a run. With ``prompt``: one answer, returned. Without: a conversation in the terminal, returns None.
@@ -216,13 +228,22 @@ def chat(
     Args:
         run: what `load_run` takes, or a run that is loaded already.
         temperature: 0 answers greedily, the same each time.
+        echo: print the answer to ``prompt`` while it is generated.
         options: as `load_run` takes them.
     """
     loaded = run if isinstance(run, LoadedRun) else load_run(run, **options)
     if prompt is not None:
-        return loaded.answer(prompt, max_new_tokens=max_new_tokens, temperature=temperature)
+        write = _print_piece if echo else None
+        text = loaded.answer(prompt, max_new_tokens=max_new_tokens, temperature=temperature, write=write)
+        if echo:
+            print()
+        return text
     chat_loop(loaded, max_new_tokens=max_new_tokens, temperature=temperature)
     return None
+
+
+def _print_piece(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 def chat_loop(
@@ -269,7 +290,7 @@ def chat_loop(
         messages.append({"role": "assistant", "content": text.strip()})
 
 
-def _ask(source: TextIO, write: Any) -> str | None:
+def _ask(source: TextIO, write: Callable[[str], None]) -> str | None:
     """The next line, stripped; None at the end of input. Ctrl-C while typing only clears the line."""
     while True:
         try:

@@ -157,13 +157,9 @@ def chat(
     loaded = imported("frugal.chat", "load_run")(
         run, base=base, allow_other_base=allow_other_base, trust_remote_code=trust_remote_code
     )
-    for warning in loaded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    answer = imported("frugal.chat", "chat")(
-        loaded, prompt=prompt, temperature=temperature, max_new_tokens=max_new_tokens
+    imported("frugal.chat", "chat")(
+        loaded, prompt=prompt, temperature=temperature, max_new_tokens=max_new_tokens, echo=True
     )
-    if answer is not None:
-        print(answer)
 
 
 @app.command("eval")

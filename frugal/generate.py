@@ -65,11 +65,12 @@ def generation_config(
     """Settings of one answer: stops at the ids of the template, the tokenizer and ``settings``; only tokens that exist.
 
     Args:
-        settings: the run's ``generation_config.json``.
+        settings: the run's ``generation_config.json``; default: what the model came with.
         temperature: 0 is greedy.
     """
     surplus = model.get_output_embeddings().weight.shape[0] - len(tokenizer)
-    stops = stop_ids(tokenizer, settings)
+    own = getattr(model, "generation_config", None)
+    stops = stop_ids(tokenizer, settings or {"eos_token_id": getattr(own, "eos_token_id", None)})
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops[0] if stops else None)
     chosen: dict[str, Any] = {"do_sample": temperature > 0, "temperature": temperature} if temperature > 0 else {}
     if 0 < surplus <= MOST_SUPPRESSED:

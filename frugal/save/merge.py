@@ -105,7 +105,7 @@ def merge(
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype: got {dtype!r}; allowed are {', '.join(DTYPES)}.")
     folder, opened = _new_folder(Path(out).expanduser()), open_run(run)
-    source = opened.base_source(base)
+    source = opened.base_source(base, trust_remote_code=trust_remote_code)
     check_depth(opened, source)
     warnings = _check_base(opened, source, allow_other_base)
     chosen: Weights = weights or ("dequantized" if opened.quantized else "original")

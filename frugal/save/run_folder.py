@@ -47,20 +47,21 @@ class RunFolder:
                 return folder
         return None
 
-    def base_source(self, base: str | Path | None = None) -> BaseSource:
+    def base_source(self, base: str | Path | None = None, *, trust_remote_code: bool = False) -> BaseSource:
         """The base model: ``base`` when given (it wins over what is stored), else the configuration's or the adapter's.
 
         Raises:
             ModelError: not found; CheckpointError: nothing says which base is meant.
         """
         if base is not None:
-            return resolve_base(str(base), None)
+            return resolve_base(str(base), None, trust_remote_code=trust_remote_code)
         if self.config is not None:
-            return resolve_base(self.config.model.base, self.config.model.revision)
+            model = self.config.model
+            return resolve_base(model.base, model.revision, trust_remote_code=trust_remote_code)
         name = self.adapter_config.get("base_model_name_or_path")
         if not name:
             raise CheckpointError(f"{self.adapter / ADAPTER_CONFIG} names no base model. Give it with --base.")
-        return resolve_base(str(name), self.adapter_config.get("revision"))
+        return resolve_base(str(name), self.adapter_config.get("revision"), trust_remote_code=trust_remote_code)
 
 
 def open_run(path: str | Path) -> RunFolder:
