@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -55,6 +56,8 @@ class _Dispatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.meter = meter
         self.aliases: dict[Any, bool] = {}
+        self.composite: dict[Any, bool] = {}
+        self.opened = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self._call(func, args, kwargs or {})
@@ -62,12 +65,25 @@ class _Dispatch(TorchDispatchMode):
         if aliases is None:
             returns = func._schema.returns
             aliases = self.aliases[func] = any(r.alias_info is not None for r in returns)
-        self.meter._seen(out, func, aliases)
+        self.meter._seen(out, func, _storages((args, kwargs)) if aliases else None)
         return out
+
+    def _is_composite(self, func: Any) -> bool:
+        found = self.composite.get(func)
+        if found is None:
+            key = "CompositeImplicitAutograd"
+            found = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+            found = self.composite[func] = found and not torch._C._dispatch_has_kernel_for_dispatch_key(
+                func.name(), "CPU"
+            )
+        return found
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         namespace = func.namespace
         if namespace in ("aten", "prim", "prims"):
+            if self.opened and self._is_composite(func):  # nothing above the mode has taken it apart in there
+                with self:
+                    return func.decompose(*args, **kwargs)
             return func(*args, **kwargs)
         # An operation implemented in Python: go past the mode to its kernel with the mode on again, so that its inner
         # tensors are seen. Its autograd rule ran already, above this mode.
@@ -77,8 +93,12 @@ class _Dispatch(TorchDispatchMode):
             return func(*args, **kwargs)
         if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key.name):
             return func(*args, **kwargs)
-        with self:
-            return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+        self.opened += 1
+        try:
+            with self:
+                return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+        finally:
+            self.opened -= 1
 
 
 class LiveBytesMeter:
@@ -116,6 +136,7 @@ class LiveBytesMeter:
         self._total = self._start = self._end = 0
         self._peak = self._peak_clock = 0
         self._in_backward = False
+        self._names: dict[nn.Module, str] = {}
         self._stack: list[str] = [""]
         self._bounds: list[int] = [0]  # autograd sequence numbers at which ...
         self._owners: list[str] = [""]  # ... this module began to create nodes
@@ -179,12 +200,25 @@ class LiveBytesMeter:
         self._end = self._total
 
     def _hook_modules(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(_Enter(self, name), prepend=True))
-            self._handles.append(module.register_forward_hook(_Leave(self), always_call=True))
+        # Hooks on the modules themselves would make fused operations step aside (they must not swallow a hook).
+        self._names = {module: name for name, module in model.named_modules()}
+        self._handles.append(register_module_forward_pre_hook(self._enter))
+        self._handles.append(register_module_forward_hook(self._leave, always_call=True))
         for parameter in model.parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._mark_gradient))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if module in self._names:
+            self._stack.append(self._names[module])
+            self._bounds.append(torch._C._autograd._get_sequence_nr())
+            self._owners.append(self._names[module])
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module in self._names:
+            self._stack.pop()
+            self._bounds.append(torch._C._autograd._get_sequence_nr())
+            self._owners.append(self._stack[-1])
 
     def _mark_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None and (record := self._live.get(_key(parameter.grad))) is not None:
@@ -192,7 +226,8 @@ class LiveBytesMeter:
 
     # ---- storages ------------------------------------------------------------------------------------------------
 
-    def _seen(self, out: Any, func: Any, aliases: bool) -> None:
+    def _seen(self, out: Any, func: Any, sources: set[int] | None) -> None:
+        """``sources``: storages of the inputs of an operation that may return a view of one of them."""
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and not self._in_backward:
             for left in self._live.values():
@@ -205,7 +240,7 @@ class LiveBytesMeter:
             record = self._live.get(_key(tensor))
             if record is not None:
                 self._resized(tensor, record)
-            elif aliases:  # a view of something that was there before the region
+            elif sources is not None and _key(tensor) in sources:  # a view of what was there before the region
                 self._add(tensor, INPUTS, ("", "", "existing"), existing=True)
             else:
                 self._add(tensor, TEMPORARIES, self._site(func, in_backward))
@@ -305,28 +340,8 @@ class LiveBytesMeter:
         )
 
 
-class _Enter:
-    """Forward pre-hook: a module begins."""
-
-    def __init__(self, meter: LiveBytesMeter, name: str) -> None:
-        self.meter, self.name = meter, name
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.meter._stack.append(self.name)
-        self.meter._bounds.append(torch._C._autograd._get_sequence_nr())
-        self.meter._owners.append(self.name)
-
-
-class _Leave:
-    """Forward hook, also called when the forward raised: the module before goes on."""
-
-    def __init__(self, meter: LiveBytesMeter) -> None:
-        self.meter = meter
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.meter._stack.pop()
-        self.meter._bounds.append(torch._C._autograd._get_sequence_nr())
-        self.meter._owners.append(self.meter._stack[-1])
+def _storages(values: Any) -> set[int]:
+    return {_key(x) for x in tree_iter(values) if isinstance(x, torch.Tensor)}
 
 
 def _cpu() -> torch.device:

@@ -85,17 +85,21 @@ def model_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(category, tensor) of all that a model holds: parameters (trainable ones are adapters), buffers, and the
     quantisation state that hangs on parameters and modules (bitsandbytes' ``quant_state``, frugal's NF4 tensors)."""
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            yield (ADAPTERS if parameter.requires_grad else WEIGHTS), parameter
+        for name, parameter in module.named_parameters(recurse=False):
+            yield (ADAPTERS if parameter.requires_grad else _frozen_kind(name)), parameter
             yield from ((QUANT_STATE, t) for t in _state_tensors(getattr(parameter, "quant_state", None)))
         for name, buffer in module.named_buffers(recurse=False):
-            scales = any(word in name for word in ("absmax", "code", "offset", "scale", "quant"))
-            yield (QUANT_STATE if scales else WEIGHTS), buffer
+            yield _frozen_kind(name), buffer
         for value in list(vars(module).values()):
             if type(value).__module__.partition(".")[0] in ("frugal", "bitsandbytes") and not isinstance(
                 value, nn.Module
             ):
                 yield from ((QUANT_STATE, t) for t in _state_tensors(value))
+
+
+def _frozen_kind(name: str) -> str:
+    scales = any(word in name for word in ("absmax", "code", "offset", "scale", "quant"))
+    return QUANT_STATE if scales else WEIGHTS
 
 
 def _state_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -1,7 +1,8 @@
 """What a linear layer is made of at this moment: base weight, bias and the active adapters, read from the modules.
 
-Works on `torch.nn.Linear`, `frugal.quant.nf4.NF4Linear` and PEFT's LoRA layer over either. Read at every call, because
-PEFT may switch, disable or merge adapters at any time. What the fused operations cannot do is answered with the reason.
+Works on `torch.nn.Linear`, its 16-bit form `StoredLinear`, `frugal.quant.nf4.NF4Linear` and PEFT's LoRA layer over
+any of them. Read at every call, because PEFT may switch, disable or merge adapters at any time. What the fused
+operations cannot do is answered with the reason.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
+from frugal.models.stored import StoredLinear
 from frugal.ops.weights import Weight
 from frugal.quant.nf4 import NF4Linear
 
@@ -52,7 +54,7 @@ def linear_parts(module: nn.Module, *, hooks_run: bool = False) -> LinearParts |
         return f"{type(module).__name__} has forward hooks"
     if isinstance(module, NF4Linear):
         return LinearParts(module.nf4, module.bias, ())
-    if type(module) is nn.Linear:
+    if type(module) is nn.Linear or type(module) is StoredLinear:
         return LinearParts(module.weight, module.bias, ())
     return f"{type(module).__module__}.{type(module).__name__} is no plain linear layer"
 
