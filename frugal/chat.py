@@ -21,7 +21,7 @@ from frugal.generate import Messages, answer, as_messages, generate_samples, gen
 from frugal.hardware import Device, probe, resolve_dtype
 from frugal.models.load import load_base
 from frugal.models.source import BaseSource, resolve_base
-from frugal.models.tokenizer import load_tokenizer, rows_needed
+from frugal.models.tokenizer import load_tokenizer, new_token_ids, rows_needed
 from frugal.save.run_folder import RunFolder, check_depth, open_run, other_base
 
 __all__ = ["LoadedRun", "chat", "chat_loop", "generate_samples", "load", "load_run"]
@@ -210,7 +210,10 @@ def _load_fresh(config: Config, lora: LoraSection, device: str | None) -> Loaded
         trust_remote_code=settings.trust_remote_code,
         vocab_size=rows_needed(tokenizer, source.config()),
     )
-    applied = apply_adapters(loaded.model, lora, seed=config.train.seed, quantize=settings.quantize)
+    added = new_token_ids(tokenizer, settings.add_tokens)
+    applied = apply_adapters(
+        loaded.model, lora, seed=config.train.seed, quantize=settings.quantize, new_token_ids=added
+    )
     return LoadedRun(applied.model, tokenizer, where, config.data.system_prompt)
 
 

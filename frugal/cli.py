@@ -188,6 +188,10 @@ def merge(
             show_default=False,
         ),
     ] = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(help="Of the merged weights. Default: that of the base.", show_default=False),
+    ] = None,
     base: Base = None,
     allow_other_base: AllowOtherBase = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -197,6 +201,7 @@ def merge(
         run,
         out,
         weights=base_weights,
+        dtype=dtype,
         base=base,
         allow_other_base=allow_other_base,
         trust_remote_code=trust_remote_code,

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
+from frugal.adapters.files import FINGERPRINT, WEIGHTS
 from frugal.config import Config, load_config
 from frugal.errors import CheckpointError
 from frugal.files import read_json
@@ -104,17 +107,27 @@ def _adapter_folder(folder: Path) -> Path:
 
 def other_base(run: RunFolder, source: BaseSource) -> str | None:
     """A sentence when the base found is not the one the run was trained on (by the stored fingerprint), else None."""
-    stored = run.manifest.get("base", {}).get("fingerprint")
+    stored = run.manifest.get("base", {}).get("fingerprint") or _fingerprint_in(run.adapter)
     if not stored:
         return None
     found = base_fingerprint(source.path)
     if found == stored:
         return None
-    trained_on = run.manifest["base"].get("name") or "its base"
+    trained_on = run.manifest.get("base", {}).get("name") or "its base"
     return (
         f"The base found at {source.path} has other weights than {trained_on}, on which {run.root} was trained "
         f"(fingerprint {found[:12]}, trained on {str(stored)[:12]})."
     )
+
+
+def _fingerprint_in(adapter: Path) -> str | None:
+    """The fingerprint that frugal keeps in the adapter file's own metadata."""
+    file = adapter / WEIGHTS
+    if not file.is_file():
+        return None
+    with safe_open(str(file), framework="pt") as handle:
+        metadata: dict[str, str] = handle.metadata() or {}
+    return metadata.get(FINGERPRINT)
 
 
 def check_depth(run: RunFolder, source: BaseSource) -> None:
