@@ -22,6 +22,7 @@ from frugal.hardware import Device, probe, resolve_dtype
 from frugal.models.load import load_base
 from frugal.models.source import BaseSource, resolve_base
 from frugal.models.tokenizer import load_tokenizer, new_token_ids, rows_needed
+from frugal.save.merge_plan import fit_adapter
 from frugal.save.run_folder import RunFolder, check_depth, open_run, other_base
 
 __all__ = ["LoadedRun", "chat", "chat_loop", "generate_samples", "load", "load_run"]
@@ -96,6 +97,7 @@ def load_run(
     opened = open_run(run)
     source = opened.base_source(base, trust_remote_code=trust_remote_code)
     check_depth(opened, source)
+    fit_adapter(source.path, opened.adapter, trust_remote_code=trust_remote_code)  # before any weight is read
     warnings = _warnings(opened, source, allow_other_base, trust_remote_code)
     tokenizer = _tokenizer(opened, source, trust_remote_code)
     where = _device(device)

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
-from frugal.models.skeleton import build_meta, linear_kinds, map_keys
+from frugal.models.skeleton import KeyMap, build_meta, linear_kinds, map_keys
 from frugal.save.merge_io import StoredTensor, read_folder, read_header
 from frugal.save.merge_math import LoraUpdate, WeightPlan
 
@@ -62,31 +62,48 @@ def adapter_file(folder: Path) -> Path:
     raise CheckpointError(f"{folder} holds no adapter (adapter_model.safetensors). Was the run finished?")
 
 
-def plan_merge(base: Path, adapter: Path, *, quantized: bool, trust_remote_code: bool = False) -> MergePlan:
-    """Match an adapter folder with a base folder.
+@dataclass(slots=True)
+class Fit:
+    """A base and an adapter matched on the meta device; every key and shape of the adapter has its place."""
 
-    Args:
-        quantized: the run held its linear layers in NF4.
+    stored: dict[str, StoredTensor]
+    """The base's tensors by their names in its files."""
+    tensors: dict[str, StoredTensor]
+    """The adapter's."""
+    keys: KeyMap
+    shapes: dict[str, tuple[int, ...]]
+    """Of the base's parameters in training (token tables with the rows that were added)."""
+    linears: set[str]
+    """Weights that an NF4 run holds in 4 bits."""
+    embedding: str
+    head: str
+    tied: bool
+    rows: int
+    peft_model: nn.Module
+
+
+def fit_adapter(base: Path, adapter: Path, *, trust_remote_code: bool = False) -> Fit:
+    """Match an adapter folder with a base folder without reading a weight.
 
     Raises:
         CheckpointError: keys or shapes of the adapter do not fit the base; missing and unexpected keys are listed.
-        UnsupportedError: an adapter that this merge cannot do exactly (convolutions, packed experts, PiSSA residuals).
+        UnsupportedError: the base is quantised already.
     """
     stored, tensors = read_folder(base), read_header(adapter_file(adapter))
     config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedError(
-            f"{base} holds quantised weights, an adapter cannot be merged into them without loss. "
+            f"{base} holds quantised weights; an adapter belongs on the original ones. "
             "Give the 16-bit base with --base."
         )
     peft_config = PeftConfig.from_pretrained(str(adapter))
-    _check_kind(peft_config)
+    peft_config.inference_mode, init = True, peft_config.init_lora_weights
+    peft_config.init_lora_weights = True  # other starts compute with the weights, which are not here
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns about ties and meta tensors, both are handled here
         model = build_meta(config, trust_remote_code=trust_remote_code)
         keys = map_keys(model, stored, {name: tensor.shape for name, tensor in stored.items()})
-        names = {target: key for key, target in keys.targets.items()}
-        linears = {f"{name}.weight" for name in linear_kinds(model)[0]} if quantized else set()
+        linears = {f"{name}.weight" for name in linear_kinds(model)[0]}
         rows = _vocab_rows(model, peft_config, tensors)
         if rows != model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(rows, mean_resizing=False)
@@ -101,13 +118,29 @@ def plan_merge(base: Path, adapter: Path, *, quantized: bool, trust_remote_code:
             key: tuple(value.shape)
             for key, value in get_peft_model_state_dict(peft_model, save_embedding_layers=False).items()
         }
+    peft_config.init_lora_weights = init
     _check_keys(adapter, base, tensors, expected, {f"{PREFIX}{name}" for name in (embedding, head)}, shapes)
-    parts = _updates(peft_model, tensors)
-    weights = _weights(stored, names, parts, shapes, tensors, linears)
-    tied, note = _tie(weights, names, embedding, head, tied)
+    return Fit(stored, tensors, keys, shapes, linears, embedding, head, tied, rows, peft_model)
+
+
+def plan_merge(base: Path, adapter: Path, *, quantized: bool, trust_remote_code: bool = False) -> MergePlan:
+    """Plan the merge of an adapter folder into a base folder.
+
+    Args:
+        quantized: the run held its linear layers in NF4.
+
+    Raises:
+        CheckpointError: as `fit_adapter`.
+        UnsupportedError: an adapter that this merge cannot do exactly (convolutions, packed experts, PiSSA residuals).
+    """
+    _check_kind(PeftConfig.from_pretrained(str(adapter)))
+    fit = fit_adapter(base, adapter, trust_remote_code=trust_remote_code)
+    names = {target: key for key, target in fit.keys.targets.items()}
+    linears = fit.linears if quantized else set()
+    weights = _weights(fit.stored, names, _updates(fit.peft_model, fit.tensors), fit.shapes, linears)
+    tied, note = _tie(weights, names, fit.embedding, fit.head, fit.tied)
     adapted = sum(plan.touched for plan in weights.values())
-    unreached = f"{keys.conversion}" if linears - set(names) else ""
-    return MergePlan(weights, adapted, tied, note, rows, unreached)
+    return MergePlan(weights, adapted, tied, note, fit.rows, fit.keys.conversion if linears - set(names) else "")
 
 
 def _check_kind(config: Any) -> None:
@@ -121,7 +154,6 @@ def _check_kind(config: Any) -> None:
         )
     if getattr(config, "target_parameters", None):
         raise UnsupportedError("The adapter targets bare parameters (target_parameters); merge it with PEFT.")
-    config.inference_mode = True
 
 
 def _vocab_rows(model: nn.Module, config: Any, tensors: dict[str, StoredTensor]) -> int:
@@ -227,7 +259,6 @@ def _weights(
     names: dict[str, str],
     parts: dict[str, dict[str, Any]],
     shapes: dict[str, tuple[int, ...]],
-    tensors: dict[str, StoredTensor],
     linears: set[str],
 ) -> dict[str, WeightPlan]:
     by_key = {key: name for name, key in names.items()}

@@ -83,8 +83,7 @@ def trained(tmp_path: Path, base: Path, **model: Any) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("quantize", ["nf4", "none"])
+@pytest.mark.parametrize(("tied", "quantize"), [(True, "nf4"), (False, "none")])
 def test_a_new_process_needs_nothing_but_the_folder(
     tied: bool, quantize: str, make_tiny_llama: Make, tmp_path: Path
 ) -> None:
