@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -60,7 +60,12 @@ class SetCount:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return asdict(self)
+        # Not asdict for all: it builds a Counter from pairs before Python 3.12, which counts the pairs.
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values["losses"] = {reason: asdict(loss) for reason, loss in self.losses.items()}
+        ends = self.ends
+        values["ends"] = {"answers": ends.answers, "ended": dict(ends.ended), "untrained": dict(ends.untrained)}
+        return values
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> SetCount:

@@ -3,6 +3,7 @@ line."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -189,11 +190,15 @@ def _panel(row: ShownRow, coloured: bool) -> Panel:
     if row.fault:
         body.append(f"left out: {row.fault}", "red")
     inside = False
+    pieces: list[tuple[str, str]] = []
     for token in row.tokens[: row.cut_at]:
         if not coloured and token.trained != inside:
-            body.append("⟦" if token.trained else "⟧")
+            pieces.append(("⟦" if token.trained else "⟧", ""))
         inside = token.trained
-        body.append(_visible(token.text), "bold green" if token.trained else "dim" if token.special else "")
+        style = ("bold green" if token.trained else "dim" if token.special else "") if coloured else ""
+        pieces.append((_visible(token.text), style))
+    for style, group in itertools.groupby(pieces, key=lambda piece: piece[1]):
+        body.append("".join(text for text, _ in group), style)
     if inside and not coloured:
         body.append("⟧")
     cut = len(row.tokens) - row.cut_at

@@ -97,18 +97,22 @@ class _Environment(ImmutableSandboxedEnvironment):
             for one, other in ((left, right), (right, left)):
                 if isinstance(one, (str, list, tuple)) and isinstance(other, int):
                     _check_size(len(one) * other)
+            if isinstance(left, int) and isinstance(right, int):
+                _check_bits(left.bit_length() + right.bit_length())
         elif operator == "+" and isinstance(left, (str, list)) and isinstance(right, (str, list)):
             _check_size(len(left) + len(right))
         elif operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
             raise TemplateLimit("it formats a text wider than a million characters")
-        elif operator == "**" and isinstance(right, (int, float)) and abs(right) > 64:
-            raise TemplateLimit("it raises to a power above 64")
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() * abs(right))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         # Jinja names these with two underscores so that a template may call with any keyword.
         __self.tick()
-        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        # Jinja wraps `str.format`; the text that it formats is behind `__wrapped__`.
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        name = getattr(__obj, "__name__", "")
         if isinstance(owner, str) or name in ("format", "format_map"):
             _check_call(owner, name, args)
         return super().call(__context, __obj, *args, **kwargs)
@@ -143,6 +147,11 @@ def _replace_concat(node: nodes.Node) -> None:
 def _check_size(size: int) -> None:
     if size > MAX_CHARACTERS:
         raise TemplateLimit(f"it builds a text of {size:,} characters (at most {MAX_CHARACTERS:,})")
+
+
+def _check_bits(bits: int) -> None:
+    if bits > 100_000:
+        raise TemplateLimit("it makes a number of more than 100,000 bits")
 
 
 def _check_call(owner: Any, name: str, args: tuple[Any, ...]) -> None:

@@ -74,8 +74,9 @@ def _in_processes(preparer: RowPreparer, examples: Sequence[Example], num_proc: 
                 (place / "job.json").write_text(json.dumps({**job, "examples": part}), encoding="ascii")
                 command = [sys.executable, "-m", "frugal.data.worker", str(place)]
                 with open(place / "log", "wb") as log:
+                    # In its own folder: `-m` looks for modules in the working folder first.
                     process = subprocess.Popen(
-                        command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                        command, cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
                     )
                 running.append((place, process))
             return [row for place, process in running for row in _result(place, process)]
