@@ -60,7 +60,7 @@ def apply_adapters(
         UnsupportedError: the kind of start is not possible on this base.
     """
     refuse_adapted(model)
-    _refuse_start(lora, quantize)
+    _refuse_start(model, lora, quantize)
     targets = resolve_targets(model, lora)
     config = _lora_config(model, lora, targets, new_token_ids)
     prepare_trained(model, targets.modules_to_save, trains_tokens=bool(new_token_ids))
@@ -85,12 +85,17 @@ def refuse_adapted(model: nn.Module) -> None:
         )
 
 
-def _refuse_start(lora: LoraSection, quantize: str) -> None:
+def _refuse_start(model: PreTrainedModel, lora: LoraSection, quantize: str) -> None:
     start = lora.init_lora_weights
     if start in ("pissa", "loftq") and quantize != "none":
         raise UnsupportedError(
             f"lora.init_lora_weights: {start} changes the base weights, which cannot be done in NF4. Write "
             "`model.quantize: none`, or `lora.init_lora_weights: default`."
+        )
+    if start == "loftq" and model.get_input_embeddings().weight.device.type != "cuda":
+        raise UnsupportedError(
+            "lora.init_lora_weights: loftq quantises on a CUDA device in PEFT, and there is none here. Write "
+            "`lora.init_lora_weights: pissa` or `default`."
         )
     if start == "loftq" and importlib.util.find_spec("scipy") is None:
         raise UnsupportedError("lora.init_lora_weights: loftq needs scipy in PEFT: `pip install scipy`.")

@@ -2,7 +2,7 @@
 
 Same codes, same block of 64, same double quantisation (blocks of 256 scales, dynamic 8-bit map, offset by the mean) as
 bitsandbytes, bit for bit: an adapter trained here means the same over a stock bitsandbytes base. Only the container
-differs (docs/decisions/0002-nf4-storage.md): every stored tensor is of an integer type, float32 scales as their bit
+differs (docs/decisions/0003-nf4-storage.md): every stored tensor is of an integer type, float32 scales as their bit
 pattern, so that no `.half()`, mixed-precision policy or sharding framework can change a byte.
 """
 
@@ -196,9 +196,7 @@ class NF4Linear(nn.Linear):
         return f"{super().extra_repr()}, {bits}"
 
 
-def _row_blocks(
-    shape: tuple[int, int], dtype: torch.dtype, block_bytes: int = _WIDENED_BYTES
-) -> list[tuple[int, int]]:
+def _row_blocks(shape: tuple[int, int], dtype: torch.dtype, block_bytes: int = _WIDENED_BYTES) -> list[tuple[int, int]]:
     rows, columns = shape
     step = max(BLOCK, block_bytes // (columns * dtype.itemsize) // BLOCK * BLOCK)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -85,7 +85,7 @@ def test_tokenizer_code(tiny_llama_folder: Path, tmp_path: Path, marker: Path) -
     config["auto_map"] = {"AutoTokenizer": [None, "marker_tokenizer.MarkerTokenizer"]}
     (new / "tokenizer_config.json").write_text(json.dumps(config))
     source = resolve_base(str(new))
-    with pytest.raises((UnsupportedError, ModelError), match="Python code|cannot be loaded"):
+    with pytest.raises((UnsupportedError, ModelError), match=r"Python code|cannot be loaded"):
         load_tokenizer(source, trust_remote_code=False)
     assert not marker.exists()
 

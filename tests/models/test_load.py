@@ -214,7 +214,7 @@ print(before, status("VmHWM"), report.total_bytes)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_host_memory_while_loading(tmp_path: Path) -> None:
-    """A 0.3 GB checkpoint (measured once with 1.2 GB too): at most the 4-bit size, the largest tensor and 0.1 GB above the libraries themselves."""
+    """A 0.3 GB checkpoint: at most the 4-bit size, the largest tensor and 0.1 GB above the libraries themselves."""
     from transformers import LlamaConfig
 
     config = LlamaConfig(
