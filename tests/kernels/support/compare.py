@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 _EPS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+_SLACK = {torch.float16: 1.0, torch.bfloat16: 1.0, torch.float32: 4.0}
 
 
-def close_to_exact(got: Tensor, exact: Tensor, naive: Tensor | None = None, *, slack: float = 2.0) -> None:
+def close_to_exact(got: Tensor, exact: Tensor, naive: Tensor | None = None, *, slack: float | None = None) -> None:
     """Fail unless ``got`` is as near to ``exact`` (float64) as ``naive`` (same inputs, plain torch, got's dtype) is.
 
     The largest and the root-mean-square error count, each against the naive error plus ``slack`` roundings of the
-    output's dtype. Without ``naive`` the roundings alone are allowed. NaN (poison) anywhere fails.
+    output's dtype: unless given, one for 16-bit outputs (computed in float32, rounded once) and four for float32.
+    Without ``naive`` the roundings alone are allowed. NaN (poison) anywhere fails.
     """
     assert got.shape == exact.shape, f"shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
     assert exact.dtype == torch.float64
@@ -21,7 +23,7 @@ def close_to_exact(got: Tensor, exact: Tensor, naive: Tensor | None = None, *, s
     if not wide.numel():
         return
     error = (wide - exact).abs()
-    rounding = slack * _EPS[got.dtype]
+    rounding = (slack or _SLACK[got.dtype]) * _EPS[got.dtype]
     naive_error = torch.zeros_like(error) if naive is None else (naive.double() - exact).abs()
     assert got.dtype == (got if naive is None else naive).dtype
     # Largest: each value against its own size, but cancellation costs a share of the tensor's typical size.
