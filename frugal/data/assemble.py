@@ -17,7 +17,7 @@ from frugal.data.account import Account
 from frugal.data.dataset import TokenDataset
 from frugal.data.examples import load_train_eval
 from frugal.data.measure import SetCount, enter_account, to_dataset, where
-from frugal.data.preflight import TemplateReport, template_report
+from frugal.data.preflight import TemplateReport, template_report, untrained_warning
 from frugal.data.prepare import PreparedRow, RowPreparer
 from frugal.data.prompt import chat_renderer
 from frugal.data.split import keep_apart
@@ -46,6 +46,14 @@ class PreparedData:
     """Jinja text that conversations were rendered with; None when no row is one. It must travel with the adapter."""
     cache_hits: int = 0
     """Parts (train, eval) that came from the cache."""
+
+    def untrained_token_warnings(self, tokenizer: Any, zero_rows: Collection[int]) -> list[str]:
+        """Warnings about tokens of the training rows whose embedding row is all zero, for callers that load the model
+        after the data. ``zero_rows``: ids of such rows."""
+        found = first_rows_with(self.train, self.train_sources, zero_rows)
+        stops = self.template_report.stop_ids
+        names = {token_id: tokenizer.convert_ids_to_tokens(token_id) for token_id in found}
+        return [untrained_warning(names[token_id], token_id, found[token_id], stops) for token_id in sorted(found)]
 
 
 def build(
@@ -120,7 +128,7 @@ def build_from(
         preparer.encoder,
         preparer.renderer,
         zero_rows=zero_rows,
-        first_with=first_rows_with(sets[0][0], train, zero_rows),
+        first_with=first_rows_with(sets[0][0], [where(example) for example in train], zero_rows),
     )
     return PreparedData(
         train=sets[0][0],
@@ -180,7 +188,7 @@ def check_ids(dataset: TokenDataset, examples: Sequence[Example], vocab_size: in
     )
 
 
-def first_rows_with(dataset: TokenDataset, examples: Sequence[Example], ids: Collection[int]) -> dict[int, str]:
+def first_rows_with(dataset: TokenDataset, sources: Sequence[str], ids: Collection[int]) -> dict[int, str]:
     """Of ``ids``, those that occur, with `file:line` of the first row that has them."""
     found: dict[int, str] = {}
     if not ids or not dataset.tokens:
@@ -189,7 +197,7 @@ def first_rows_with(dataset: TokenDataset, examples: Sequence[Example], ids: Col
     values, first = np.unique(np.asarray(dataset.input_ids)[hits], return_index=True)
     for value, place in zip(values.tolist(), hits[first].tolist(), strict=True):
         document = int(np.searchsorted(dataset.doc_starts, place, side="right")) - 1
-        found[value] = where(examples[int(dataset.origins[document])])
+        found[value] = sources[int(dataset.origins[document])]
     return found
 
 

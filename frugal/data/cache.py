@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
@@ -35,6 +36,7 @@ from frugal.data.types import Example
 from frugal.files import fsync_file, fsync_folder, read_json, write_json
 
 _ARRAYS = ("input_ids", "trained", "doc_starts", "row_docs", "origins")
+_UNUSED_DAYS = 60
 _DTYPES = {"I32": np.int32, "I64": np.int64, "BOOL": np.bool_}
 
 
@@ -88,6 +90,8 @@ def load(folder: Path, key: str) -> tuple[TokenDataset, SetCount] | None:
         if stored["key"] != key or tokens.stat().st_size != stored["bytes"]:
             return None
         arrays = _mapped(tokens)
+        with contextlib.suppress(OSError):  # another user's cache may be read-only
+            os.utime(meta)  # says that the entry is in use, see `_tidy`
         return TokenDataset(**{name: arrays[name] for name in _ARRAYS}), SetCount.from_json(stored["count"])
     except (OSError, ValueError, KeyError, TypeError):
         return None  # incomplete or of another layout: it is made anew and replaced
@@ -108,8 +112,21 @@ def store(folder: Path, key: str, dataset: TokenDataset, count: SetCount) -> Non
             shutil.rmtree(entry)  # not complete, else it would have been read
         beside.rename(entry)
         fsync_folder(folder)
+        _tidy(folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def _tidy(folder: Path) -> None:
+    """Remove entries that no run has used for a while, and what killed processes left."""
+    now = time.time()
+    for path in folder.iterdir():
+        days = _UNUSED_DAYS if not path.name.endswith(".tmp") else 1
+        mark = path / "meta.json" if (path / "meta.json").exists() else path
+        if path.is_dir() and now - mark.stat().st_mtime > days * 86400:
+            shutil.rmtree(path, ignore_errors=True)
+            if not path.name.startswith("."):
+                (folder / f".{path.name}.lock").unlink(missing_ok=True)
 
 
 def _mapped(path: Path) -> dict[str, np.ndarray]:

@@ -101,7 +101,9 @@ def template_report(
         report.warnings.append("The tokenizer has no end token, so the model cannot learn where an answer ends.")
     for token_id in sorted(first_with or {}):
         if token_id in zero_rows:
-            report.warnings.append(_untrained(encoder, token_id, (first_with or {})[token_id], report.stop_ids))
+            report.warnings.append(
+                untrained_warning(encoder.token(token_id), token_id, (first_with or {})[token_id], report.stop_ids)
+            )
     return report
 
 
@@ -143,8 +145,8 @@ def _warn_of_template(report: TemplateReport, encoder: TextEncoder, renderer: Ch
         )
 
 
-def _untrained(encoder: TextEncoder, token_id: int, first: str, stop_ids: Sequence[int]) -> str:
-    token = encoder.token(token_id)
+def untrained_warning(token: str, token_id: int, first: str, stop_ids: Sequence[int]) -> str:
+    """What to say about a token whose embedding row is all zero."""
     what = "ends answers" if token_id in stop_ids else "is in the data"
     return (
         f"The token {token} (id {token_id}, first in {first}) {what}, and its embedding was never trained (its "

@@ -99,7 +99,7 @@ def preview_rows(
     preparer = make_preparer(data, tokenizer, train, Account(sources=account.sources), keep_text=True)
     head = _spread(train, rows)
     shown = [
-        _shown(where(example), row, preparer, data.max_length)
+        _shown(where(example), row, preparer, data.max_length if example.kind != "text" else len(row.ids))
         for example, row in zip(head, preparer.prepare(head), strict=True)
     ]
     lengths = np.diff(prepared.train.doc_starts)

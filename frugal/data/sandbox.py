@@ -29,6 +29,15 @@ MAX_SECONDS = 10.0
 MAX_CHARACTERS = 64_000_000
 """Longest text that a template may build, rendered or in between."""
 
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
 _WIDE_FORMAT = re.compile(r"\d{7,}")
 _PADDING = {"ljust", "rjust", "center", "zfill", "expandtabs", "indent"}
 
@@ -266,7 +275,7 @@ class CompiledTemplate:
             raise TemplateLimit(f"it tries something that templates may not do: {fault}") from None
         except RecursionError:
             raise TemplateLimit("its macros call each other without end") from None
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as fault:
+        except _TEMPLATE_FAULTS as fault:
             raise TemplateRefused(str(fault) or type(fault).__name__) from fault
         return "".join(parts)
 

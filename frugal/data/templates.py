@@ -170,7 +170,10 @@ def choose_template(asked: str | None, tokenizer: Any, *, all_alpaca: bool = Fal
         return ChosenTemplate(named.source, asked)
     path = Path(asked).expanduser()
     if path.is_file():
-        return ChosenTemplate(path.read_text(encoding="utf-8"), asked)
+        try:
+            return ChosenTemplate(path.read_text(encoding="utf-8"), asked)
+        except (OSError, UnicodeDecodeError) as fault:
+            raise ConfigError(f"data.chat_template: {asked} cannot be read as UTF-8 text: {fault}") from None
     near = difflib.get_close_matches(asked, TEMPLATES, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     raise ConfigError(

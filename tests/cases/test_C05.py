@@ -223,3 +223,21 @@ def test_a_cache_folder_that_cannot_be_written_stops_nothing(setting: Setting) -
     assert len(prepared.train) == 6
     assert len(said) == 1
     assert "cannot be used" in said[0]
+
+
+def test_entries_that_no_run_uses_any_more_go_away(setting: Setting) -> None:
+    old = _entry(setting)
+    left_behind = setting.cache / ".abc.1.tmp"
+    left_behind.mkdir()
+    long_ago = time.time() - 70 * 86400
+    os.utime(old / "meta.json", (long_ago, long_ago))
+    os.utime(left_behind, (long_ago, long_ago))
+    assert setting.hits()  # a hit marks it as used
+    setting.settings = setting.settings.model_copy(update={"max_length": 63})
+    setting.build()
+    assert old.is_dir()
+    assert not left_behind.exists()
+    os.utime(old / "meta.json", (long_ago, long_ago))
+    setting.settings = setting.settings.model_copy(update={"max_length": 62})
+    setting.build()
+    assert not old.exists()

@@ -58,6 +58,8 @@ def test_ids_with_an_all_zero_row_are_named_with_the_rows_that_have_them(tmp_pat
     assert "rows.jsonl:2)" in warnings[0]
     assert "w9 (id 9, first in" in warnings[1]
     assert "rows.jsonl:3)" in warnings[1]
+    later = build(section(rows), _tokenizer(), seed=0, vocab_size=32)
+    assert later.untrained_token_warnings(_tokenizer(), [7, 9, 31]) == warnings
 
 
 def test_the_check_holds_for_data_from_the_cache(tmp_path: Path) -> None:
