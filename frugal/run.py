@@ -92,6 +92,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
     tell = say if ranks.rank() == 0 else _silent
     start = ranks.on_first(lambda: starting_point(run_dir, plain, resume, tell))
     with ExitStack() as cleanup:
+        cleanup.callback(accelerator.free_memory)  # it keeps a list of models
         lock = cleanup.enter_context(hold(run_dir, tell))
         checkpoint = None if start is None else load_checkpoint(start)
 
@@ -197,7 +198,7 @@ def preview(config: Source, *, html: str | Path | None = None, rows: int = 5) ->
     if html is not None:
         write_preview_html(shown, Path(html))
     else:
-        render_preview(shown, safe_console())
+        safe_console().print(render_preview(shown))
     return shown
 
 

@@ -75,6 +75,7 @@ class RunRecord:
             self._reporter.close()
         if self._trackers is not None:
             self._trackers.close()
+            self._trackers = None
         if not self.first or error is None:
             return
         self.manifest.failed(error, status="interrupted" if isinstance(error, Interrupted) else "failed")

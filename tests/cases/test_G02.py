@@ -21,7 +21,12 @@ LARGE = 50_000
 
 def run(module: LossModule, data: object, batch_size: int) -> EvalResult:
     return evaluate_rows(
-        module, data, batch_size=batch_size, pad_id=0, flat=False, device=torch.device("cpu")  # type: ignore[arg-type]
+        module,
+        data,
+        batch_size=batch_size,
+        pad_id=0,
+        flat=False,
+        device=torch.device("cpu"),  # type: ignore[arg-type]
     )
 
 

@@ -20,8 +20,7 @@ import yaml
 from frugal.run import train
 from frugal.train.log import read_log
 
-TRAIN_TESTS = Path(__file__).parent.parent / "train"
-sys.path.insert(0, str(TRAIN_TESTS))
+sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import runs
 
 POINTS = (3, 10, 14, 25)
@@ -78,7 +77,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory, tiny_llama_folder: Path) -
         process = runs.start_cli("train", str(file), *(["--resume"] if name == "term" else []))
         _wait_past(process, folder, 6 if name == "kill" else 3)
         process.send_signal(number)
-        out, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
         assert process.returncode == (143 if name == "term" else -9), errors
         if name == "term":
             assert "Go on with --resume" in errors
@@ -90,7 +89,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory, tiny_llama_folder: Path) -
 
     (root / "jobs.json").write_text(json.dumps(jobs))
     done = subprocess.run(
-        [sys.executable, str(TRAIN_TESTS / "resume_script.py"), str(root / "jobs.json")],
+        [sys.executable, str(Path(runs.__file__).parent / "resume_script.py"), str(root / "jobs.json")],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

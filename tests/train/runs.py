@@ -72,4 +72,3 @@ def start_cli(*arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-

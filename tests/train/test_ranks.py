@@ -1,4 +1,4 @@
-"""Two processes (gloo) train what one does, and fail together. Cases S02 (same adapters) and R07 (nobody is left waiting)."""
+"""Two processes (gloo) train what one does, and fail together: S02 (same adapters), R07 (nobody is left waiting)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from frugal.train.loop import Hooks, LoopState, train_loop
 from frugal.train.optim import trainable
 from frugal.train.signals import StopRequest
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))
 import toy
 import two_ranks
 
@@ -41,7 +40,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
     }
     started = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "two_ranks.py"), str(folder)],
+            [sys.executable, two_ranks.__file__, str(folder)],
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,

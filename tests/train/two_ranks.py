@@ -43,7 +43,9 @@ def fail() -> None:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     model = toy.tiny_model()
-    job = toy.make_job(model, toy.rows(TARGETS), eval_rows=toy.rows([2, 1, 5], seed=3), per_device_train_batch_size=1, **SETTINGS)
+    job = toy.make_job(
+        model, toy.rows(TARGETS), eval_rows=toy.rows([2, 1, 5], seed=3), per_device_train_batch_size=1, **SETTINGS
+    )
     me = ranks.rank()
     out: dict[str, Any] = {"world": ranks.world_size(), "backend": torch.distributed.get_backend()}
     parameters = trainable(model)
