@@ -5,8 +5,8 @@ tensor by tensor: each is quantised (or cast) and dropped before the next. Host 
 tensor.
 
 Dtypes. NF4 codes come from the checkpoint's own numbers. What is dense and 16-bit in the checkpoint stays 16-bit: cast
-to the compute dtype where that is a 16-bit one, else (float32 compute) embeddings, head and unquantised linear layers keep
-their bytes and are widened while used (`frugal.models.stored`), and only vectors (norms, biases) become float32. A
+to the compute dtype where that is a 16-bit one, else (float32 compute) embeddings, head and unquantised linear layers
+keep their bytes and are widened while used (`frugal.models.stored`), and only vectors (norms, biases) become float32. A
 float32 checkpoint is cast to the compute dtype.
 """
 
@@ -203,7 +203,7 @@ def _through_transformers(
 
 @torch.no_grad()
 def _grow(model: PreTrainedModel, rows: int) -> tuple[int, int] | None:
-    """Give the embedding table (and an untied head) ``rows`` rows. New ones are the mean of the old: always the same."""
+    """Give the embedding table (and an untied head) ``rows`` rows. New ones are the mean of the old, each time."""
     before = int(model.get_input_embeddings().weight.shape[0])
     if rows <= before:
         return None

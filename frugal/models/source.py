@@ -148,7 +148,7 @@ def _refuse_other_formats(folder: Path, names: set[str]) -> None:
 
 
 def _check_code(base: str, config: dict[str, Any], trust_remote_code: bool) -> None:
-    """Refuse a model that needs its own Python code unless that was asked for. One that transformers knows needs none."""
+    """Refuse a model that needs its own Python code, unless asked for. One that transformers knows needs none."""
     if trust_remote_code or "auto_map" not in config:
         return
     model_type = config.get("model_type", "")

@@ -16,12 +16,12 @@ from bitsandbytes import functional as bnb
 from torch import nn
 from torch.nn import functional as F
 
-from frugal.quant.codes import BLOCK, NESTED_BLOCK, block_scales
+from frugal.quant.codes import BLOCK, NESTED_BLOCK, block_scales, quantize_blocks
 
 __all__ = ["BLOCK", "NESTED_BLOCK", "NF4Linear", "NF4Tensors", "dequantize_nf4", "dequantize_rows", "quantize_nf4"]
 
+_QUANTIZE_STEP = 1 << 17  # elements quantised at a time on the CPU, a multiple of BLOCK
 _WIDENED_BYTES = 16 << 20  # largest block of dense float32 rows that a product holds at a time
-_QUANTIZED_BYTES = 4 << 20  # largest float32 block that is quantised at a time; the kernels copy it several times
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +77,42 @@ def storage_shapes(rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int,
 
 
 def quantize_nf4(weight: torch.Tensor, double: bool = True) -> NF4Tensors:
-    """Quantise ``weight`` [rows, columns] (float32, float16 or bfloat16; any strides) with bitsandbytes' kernels.
+    """Quantise ``weight`` [rows, columns] (float32, float16 or bfloat16; any strides): bitsandbytes' numbers.
 
-    Any number of elements works: the last block's scale is taken over its real elements alone. Rows are taken in blocks:
-    the kernels' own float32 copies would be five to ten times the matrix.
+    Any number of elements works: the last block's scale is taken over its real elements alone.
     """
     rows, columns = weight.shape
     packed_shape, absmax_shape, _ = storage_shapes(rows, columns)
-    pieces = [
-        bnb.quantize_4bit(
-            weight.detach()[start:stop].contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=False
-        )
-        for start, stop in _row_blocks((rows, columns), torch.float32, _QUANTIZED_BYTES)
-    ]
-    packed = torch.cat([piece for piece, _ in pieces])
-    absmax = torch.cat([state.absmax for _, state in pieces])
+    packed, absmax = _codes_and_scales(weight.detach().contiguous().reshape(-1))
     nested = offset = None
-    if double:  # as bnb.quantize_4bit does with compress_statistics, over the scales of the whole matrix
-        mean = absmax.mean()
-        absmax, state2 = bnb.quantize_blockwise(absmax - mean, blocksize=NESTED_BLOCK)
-        nested, offset = state2.absmax.view(torch.int32), mean.reshape(1).view(torch.int32)
+    if double:
+        offset = absmax.mean()
+        absmax, state = bnb.quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCK)
+        nested, offset = state.absmax.view(torch.int32), offset.reshape(1).view(torch.int32)
     else:
         absmax = absmax.view(torch.int32)
     return NF4Tensors(packed.view(packed_shape), absmax.view(absmax_shape), nested, offset, (rows, columns))
+
+
+def _codes_and_scales(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 packed codes and float32 scales of a flat tensor.
+
+    On the CPU in pieces that fit the cache: bitsandbytes' form there makes several float32 copies of its whole input.
+    """
+    if flat.device.type != "cpu":
+        codes, scales = torch.ops.bitsandbytes.quantize_4bit(flat, BLOCK, "nf4", torch.uint8)
+        return codes.view(-1), scales
+    packed = torch.empty(-(flat.numel() // -2), dtype=torch.uint8)
+    absmax = torch.empty(-(flat.numel() // -BLOCK), dtype=torch.float32)
+    for start in range(0, flat.numel(), _QUANTIZE_STEP):
+        piece = flat[start : start + _QUANTIZE_STEP]
+        if piece.numel() % BLOCK == 0:
+            codes, scales = quantize_blocks(piece)
+        else:
+            codes, scales = torch.ops.bitsandbytes.quantize_4bit(piece, BLOCK, "nf4", torch.uint8)
+        packed[start // 2 : start // 2 + codes.numel()] = codes.view(-1)
+        absmax[start // BLOCK : start // BLOCK + scales.numel()] = scales
+    return packed, absmax
 
 
 def dequantize_nf4(nf4: NF4Tensors, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -38,6 +38,23 @@ def test_numbers_are_those_of_bitsandbytes(shape: tuple[int, int], double: bool,
     assert torch.equal(dequantize_nf4(ours, dtype), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_values_on_and_beside_the_midpoints(dtype: torch.dtype) -> None:
+    """Ties between two codes, extremes, zeros and denormals, in more than one piece."""
+    code = codes.nf4_code(torch.device("cpu"))
+    middle = (code[:-1] + code[1:]) / 2
+    beside = [torch.nextafter(middle, torch.tensor(end)) for end in (-2.0, 2.0)]
+    row = torch.cat([middle, *beside, code, torch.tensor([1.0, -1.0, 0.0])])
+    scales = torch.logspace(-42, 4, 47)[:, None]
+    w = torch.cat([torch.nn.functional.pad(row * scales, (0, 64)), torch.randn(5000, 128)]).to(dtype)
+    packed, state = bnb.quantize_4bit(w, blocksize=64, quant_type="nf4", compress_statistics=True)
+    ours = quantize_nf4(w)
+    assert w.numel() > 4 * (1 << 17)
+    assert torch.equal(ours.packed.flatten(), packed.flatten())
+    assert torch.equal(ours.absmax.flatten(), state.absmax)
+    assert torch.equal(dequantize_nf4(ours, dtype), bnb.dequantize_4bit(packed, state))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_gather_and_the_kernel_agree(shape: tuple[int, int], dtype: torch.dtype) -> None:
