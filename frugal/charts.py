@@ -24,13 +24,15 @@ class Series:
     markers: bool = False
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) that cover ``low`` to ``high`` within."""
+def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
+    """Round numbers (1, 2 or 5 times a power of ten apart) from ``low`` to ``high``; whole ones only if asked."""
     if not math.isfinite(low) or not math.isfinite(high) or high <= low:
         return [low]
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    if whole:
+        step = max(1.0, step)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
@@ -59,7 +61,7 @@ def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list
 
 
 def line_chart(series: Sequence[Series], *, x_label: str, y_label: str) -> str:
-    """A line chart as one ``<svg>``; "" when there is nothing to draw."""
+    """A line chart as one ``<svg>``, x in whole numbers (steps); "" when there is nothing to draw."""
     drawn = [entry for entry in series if entry.points]
     if not drawn:
         return ""
@@ -82,7 +84,7 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str) -> str:
         _, y = at(x_low, value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for value in ticks(x_low, x_high, 8):
+    for value in ticks(x_low, x_high, 8, whole=True):
         x, _ = at(value, y_low)
         parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{value:g}</text>')
     parts.append(

@@ -30,7 +30,7 @@ font:15px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 main{max-width:880px;margin:0 auto;padding:32px 20px 64px}h1{font-size:26px;margin:0 0 4px}
 h2{font-size:17px;margin:0 0 12px}p{margin:0 0 10px}.soft{color:var(--soft)}
 section{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:20px;margin-top:18px}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin-top:18px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(220px,1fr));gap:12px;margin-top:18px}
 .tile{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:12px 14px}
 .tile b{display:block;font-size:20px;font-variant-numeric:tabular-nums}.tile span{color:var(--soft);font-size:13px}
 table{border-collapse:collapse;width:100%}td,th{text-align:left;vertical-align:top;padding:5px 12px 5px 0;
@@ -91,7 +91,7 @@ def render_report(
         _section("Loss", _loss(log)),
         _section("Samples", _samples(samples)),
         _section("Memory", _memory(manifest)),
-        _section("Data", _table(_flat(manifest.get("data", {})))),
+        _section("Data", _data(manifest.get("data", {}))),
         _section("Implementations", _implementations(manifest)),
         _section("Learning rate", line_chart([rate], x_label="step", y_label="learning rate")),
         _section("Time", _table({key: f"{value:.1f} s" for key, value in _numbers(manifest.get("seconds")).items()})),
@@ -135,7 +135,7 @@ def _tiles(manifest: Mapping[str, Any], log: Sequence[Mapping[str, Any]]) -> str
         tiles.append((f"{first:.3f} → {last:.3f}" if len(held_out) > 1 else f"{last:.3f}", "held-out loss"))
         tiles.append((f"{math.exp(min(last, 700.0)):.4g}", "held-out perplexity"))
     if train:
-        tiles.append((f"{train[0][1]:.3f} → {train[-1][1]:.3f}", "training loss, first and last step"))
+        tiles.append((f"{smooth(train, 0.7)[-1][1]:.3f}", "training loss at the end, smoothed"))
         tiles.append((f"{train[-1][0]:g}", "steps"))
     if peaks:
         tiles.append((_bytes(max(peaks.values())), "highest measured peak"))
@@ -192,6 +192,29 @@ def _memory(manifest: Mapping[str, Any]) -> str:
             entries.append((forecast[phase], f"{_bytes(forecast[phase])} forecast{apart}", "raw"))
         rows.append((phase, entries))
     return bars(rows)
+
+
+def _data(account: Any) -> str:
+    """Counts side by side for the parts (train, eval), and below what else the account says."""
+    if not isinstance(account, Mapping):
+        return ""
+    figures = account.get("figures")
+    parts = {name: _flat(values) for name, values in figures.items()} if isinstance(figures, Mapping) else {}
+    keys = list(dict.fromkeys(key for values in parts.values() for key in values))
+    head = "".join(f"<th>{html.escape(str(name))}</th>" for name in parts)
+    rows = "".join(
+        f"<tr><th>{html.escape(key.replace('_', ' '))}</th>"
+        + "".join(f"<td>{html.escape(values.get(key, ''))}</td>" for values in parts.values())
+        + "</tr>"
+        for key in keys
+    )
+    for drop in account.get("drops") or []:
+        if isinstance(drop, Mapping):
+            label = html.escape(f"dropped: {drop.get('reason', '')}")
+            cells = (str(drop.get("rows", "")) if name == drop.get("part") else "" for name in parts)
+            rows += f"<tr><th>{label}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
+    table = f"<table><tr><th></th>{head}</tr>{rows}</table>" if rows else ""
+    return table + _table({key: value for key, value in _flat(account).items() if not key.startswith("figures.")})
 
 
 def _implementations(manifest: Mapping[str, Any]) -> str:

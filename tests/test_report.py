@@ -45,7 +45,15 @@ def run(tmp_path: Path) -> Path:
     folder.mkdir()
     manifest = Manifest()
     manifest.add("config", {"model": {"base": "smol", "quantize": "nf4"}})
-    manifest.add("data", {"rows": 100, "dropped": {"empty": 3}, "files": ["a.json", "b.json"]})
+    figures = {"train": {"rows_in": 100, "rows_out": 97}, "eval": {"rows_in": 12}}
+    manifest.add(
+        "data",
+        {
+            "figures": figures,
+            "drops": [{"part": "train", "reason": "no <answer>", "rows": 3}],
+            "files": ["a.json", "b.json"],
+        },
+    )
     manifest.choose("attention", "sdpa", rejected={"flash_attn": "<not here>"})
     manifest.peak("step", 905_000_000)
     manifest.add("forecast_peak_bytes", {"step": 950_250_000})
@@ -82,11 +90,13 @@ def test_the_page_says_what_happened(run: Path) -> None:
     for expected in (
         "sdpa; not flash_attn: <not here>",
         "frugal & small",
-        "dropped.empty",
+        "no <answer>",
         "a.json, b.json",
         "# <here>",
     ):
         assert expected in text, expected
+    assert "<tr><th>rows in</th><td>100</td><td>12</td></tr>" in page
+    assert "<tr><th>rows out</th><td>97</td><td></td></tr>" in page
     assert "script" not in parser.tags
     assert "<script>" not in page
     assert not re.search(r"""(src|href)=|url\(|@import""", page)
@@ -113,6 +123,7 @@ def test_ticks_are_round_and_inside() -> None:
     assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
     assert ticks(1.93, 3.07) == [2, 2.5, 3]
     assert ticks(1, 1) == [1]
+    assert ticks(0, 4, 8, whole=True) == [0, 1, 2, 3, 4]
     assert ticks(0.00012, 0.0002) == pytest.approx([0.00012, 0.00014, 0.00016, 0.00018, 0.0002])
 
 
