@@ -17,12 +17,11 @@ from frugal.files import read_json, write_json, write_text
 from frugal.generate import generate_samples
 from frugal.hardware import Device, DtypeChoice
 from frugal.manifest import Manifest, versions
-from frugal.models.attention import AttentionChoice
 from frugal.models.fingerprint import base_fingerprint
 from frugal.models.head import HeadSpec
-from frugal.models.report import LoadReport
 from frugal.models.source import BaseSource
 from frugal.report import write_report
+from frugal.run_steps import TrainableModel
 from frugal.save.card import adapter_card
 from frugal.train import ranks
 from frugal.train.log import TrainLog
@@ -100,16 +99,21 @@ class RunRecord:
         self.manifest.choose("compute dtype", name, why=dtype.reason)
         self.say(f"device {device.name}, compute {name} ({dtype.reason}), adapters float32")
 
-    def implementations(
-        self, attention: AttentionChoice, head: HeadSpec, loaded: LoadReport, adapters: list[str]
-    ) -> None:
-        """Note what was loaded, and which attention and loss were chosen."""
+    def implementations(self, loaded: TrainableModel, head: HeadSpec) -> None:
+        """Note what was loaded and replaced, and which attention and loss were chosen."""
         if not self.first:
             return
-        for line in [*loaded.lines(), *adapters]:
+        for line in [*loaded.loaded.lines(), *loaded.adapters]:
             self.say(line)
-        self.manifest.add("load", loaded.as_dict())
-        self.manifest.choose("attention", attention.name, why=attention.reason)
+        self.manifest.add("load", loaded.loaded.as_dict())
+        self.manifest.choose("attention", loaded.attention.name, why=loaded.attention.reason)
+        if loaded.swaps is None:
+            self.manifest.choose("modules", "stock", why="memory.fused is false")
+        else:
+            replaced, kept = len(loaded.swaps.swapped), len(loaded.swaps.kept)
+            self.manifest.choose("modules", f"{replaced} fused, {kept} stock", why="each proven equal, or left alone")
+            self.manifest.add("modules", loaded.swaps.to_json())
+            self.say(f"fused modules: {replaced}, left as they are: {kept} (manifest.json says why)")
         self.manifest.choose("loss", "chunked, no logits" if head.exact else "stock logits", why=head.reason)
         self.manifest.choose("activation checkpointing", self.config.memory.checkpoint)
 

@@ -1,0 +1,129 @@
+"""Hops of a run that take a few lines each: base, tokenizer, rows, model with adapter; and what failures leave."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from frugal.adapters import apply_adapters
+from frugal.config import Config
+from frugal.data import PreparedData, build, choose_template
+from frugal.hardware import Device, DtypeChoice
+from frugal.models.attention import AttentionChoice, use_attention
+from frugal.models.load import load_base
+from frugal.models.report import LoadReport
+from frugal.models.source import BaseSource, resolve_base
+from frugal.models.swap import swap_modules
+from frugal.models.swap_report import SwapReport
+from frugal.models.tokenizer import load_tokenizer, new_token_ids, rows_needed
+from frugal.save.space import check_space, checkpoint_bytes, kept_at_once, size
+from frugal.train import ranks
+from frugal.train.schedule import TrainPlan
+
+
+@dataclass
+class TrainableModel:
+    """A base with a fresh adapter, ready for training, and how it came to be."""
+
+    model: Any
+    """`peft.PeftModel`"""
+    loaded: LoadReport
+    attention: AttentionChoice
+    adapters: list[str]
+    """Lines about what was adapted."""
+    swaps: SwapReport | None
+    """What was replaced by frugal's fused modules; None with `memory.fused: false`."""
+
+
+def open_base(config: Config) -> BaseSource:
+    """Find the base model; no weight is read."""
+    settings = config.model
+    return resolve_base(settings.base, settings.revision, trust_remote_code=settings.trust_remote_code)
+
+
+def open_tokenizer(config: Config, base: BaseSource) -> Any:
+    """The base's tokenizer with the configuration's added tokens."""
+    settings = config.model
+    return load_tokenizer(base, add_tokens=settings.add_tokens, trust_remote_code=settings.trust_remote_code)
+
+
+def prepare_data(config: Config, tokenizer: Any, base: BaseSource) -> PreparedData:
+    """Rows of this run; with several processes rank 0 goes first and fills the cache for the others.
+
+    The template that the rows were rendered with becomes the tokenizer's own: it is saved with it, and answers with it.
+    """
+    mine: list[PreparedData] = []
+
+    def prepare() -> None:
+        table = rows_needed(tokenizer, base.config())
+        mine.append(build(config.data, tokenizer, seed=config.train.seed, vocab_size=table))
+
+    ranks.on_first(prepare)
+    if not mine:
+        prepare()
+    if mine[0].template_report.template:
+        tokenizer.chat_template = choose_template(config.data.chat_template, tokenizer, all_alpaca=True).source
+    return mine[0]
+
+
+def load_model(config: Config, base: BaseSource, tokenizer: Any, device: Device, dtype: DtypeChoice) -> TrainableModel:
+    """Load the base as configured, put a fresh adapter on it, and replace what is proven equal by fused modules."""
+    loaded = load_base(
+        base,
+        quantize=config.model.quantize,
+        double_quant=config.model.bnb_4bit_use_double_quant,
+        dtype=dtype.compute,
+        device=device.torch_device,
+        trust_remote_code=config.model.trust_remote_code,
+        vocab_size=rows_needed(tokenizer, base.config()),
+    )
+    attention = use_attention(loaded.model)
+    applied = apply_adapters(
+        loaded.model,
+        config.lora,
+        seed=config.train.seed,
+        quantize=config.model.quantize,
+        new_token_ids=new_token_ids(tokenizer, config.model.add_tokens),
+    )
+    swaps = None
+    if config.memory.fused:
+        swaps = swap_modules(applied.model, compute_dtype=dtype.compute, mlp_tile_tokens=config.memory.mlp_chunk_tokens)
+    return TrainableModel(applied.model, loaded.report, attention, applied.lines(), swaps)
+
+
+def check_disk(config: Config, run_dir: Path, plan: TrainPlan, parameters: dict[str, nn.Parameter]) -> None:
+    """Raise CheckpointError when this run's checkpoints will not fit on the disk."""
+    saves = -(-plan.total_steps // (config.output.save_steps or plan.steps_per_epoch))
+    kept = kept_at_once(config.output.save_total_limit, config.output.keep_best, saves)
+    check_space(run_dir, one_bytes=checkpoint_bytes(parameters, config.train.optim), kept=kept)
+
+
+def forget(error: BaseException) -> None:
+    """Clear the local variables in an error's frames: a kept traceback must not keep model and optimizer alive."""
+    current: BaseException | None = error
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        current = current.__cause__ or current.__context__
+
+
+def out_of_memory(error: torch.OutOfMemoryError, held_bytes: int) -> str:
+    """What to tell after an out-of-memory, with what older objects of this process held before the run began."""
+    reason = str(error).split(". ", 1)[0]
+    older = ""
+    if held_bytes > 0:
+        older = f" {size(held_bytes)} were in use in this process before the run began: delete older models first."
+    return (
+        f"out of device memory: {reason}.{older} Ways out: memory.checkpoint: offload, a smaller "
+        "train.per_device_train_batch_size (with more gradient_accumulation_steps), a smaller data.max_length."
+    )
+
+
+def silent(text: str) -> None:
+    """Where other ranks' messages go."""
