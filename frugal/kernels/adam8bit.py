@@ -1,9 +1,12 @@
-"""One AdamW step with block-wise 8-bit moments, in place, in bitsandbytes' numbers (its CPU operation's arithmetic).
+"""One AdamW step with block-wise 8-bit moments, in place, in bitsandbytes' format and arithmetic.
 
 Both moments are bytes that index a map of 256 rising values, times one float32 scale for 256 elements (Dettmers et al.
 2022, arXiv:2110.02861). A program takes whole blocks, so each scale is read and written by one program. Parameter and
 gradient are read once, the parameter and both moments are written once; nothing of the size of the parameter is
 allocated.
+
+A moment's new byte is the nearest entry of the map, as in bitsandbytes' CUDA kernels; its CPU code looks it up in cells
+of 3e-5, which differ from the nearest near midpoints and close to zero.
 """
 
 from __future__ import annotations

@@ -28,9 +28,11 @@ def cap(x, scale, softcap, SOFTCAP: tl.constexpr):
     z = x * scale
     slope = scale
     if SOFTCAP:
-        t = 2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0
-        z = softcap * t
-        slope = scale * (1.0 - t * t)
+        # tanh and its slope by the decaying exponential: neither overflows nor loses digits.
+        e = tl.exp(-2.0 * tl.abs(z) / softcap)
+        t = (1.0 - e) / (1.0 + e)
+        z = tl.where(z < 0.0, -softcap * t, softcap * t)
+        slope = scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
     return z, slope
 
 
