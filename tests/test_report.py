@@ -80,7 +80,6 @@ def test_the_page_says_what_happened(run: Path) -> None:
     text = " ".join(parser.text)
     for expected in (
         "3.500 → 2.250",
-        "2.900 → 2.000",
         "905.0 MB measured",
         "950.2 MB forecast, +5.0%",
         "9.488",
