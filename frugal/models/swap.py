@@ -1,9 +1,9 @@
 """Explicit replacement of modules by frugal ones, by proof.
 
 Candidates are found by structure, never by a list of model names. Each candidate is built over the children of the
-module it would replace and compared with it on random input of the model's own width: output, gradient of the input
-and gradients of every trained parameter. Within tolerance it goes in through ``set_submodule``; otherwise the old module
-stays and the report says why. Parameter names do not change, so checkpoints and PEFT keep their keys.
+module it would replace and compared with it on random input of the model's width: output, gradient of the input
+and gradients of every trained parameter. Within tolerance it goes in through ``set_submodule``; otherwise the old
+module stays and the report says why. Parameter names do not change, so checkpoints and PEFT keep their keys.
 """
 
 from __future__ import annotations

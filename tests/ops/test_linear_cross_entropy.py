@@ -205,7 +205,7 @@ class _Quantised:
 
 @pytest.mark.parametrize("chunk_vocab", [None, 40])
 def test_quantised_head(chunk_vocab, monkeypatch):
-    monkeypatch.setattr("frugal.ops.weights.BLOCK_BYTES", 64 * 10 * 8)
+    monkeypatch.setattr("frugal.ops.weights.CPU_BLOCK_BYTES", 64 * 10 * 8)
     x = _inputs(vocab=300)
     head = _Quantised(x["weight"])
     hidden = x["hidden"].clone().requires_grad_()

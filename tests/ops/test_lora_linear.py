@@ -69,8 +69,7 @@ def test_without_bias_or_adapter(use_bias, use_lora):
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize(("n_in", "n_out"), [(64, 200), (40, 131)])
 def test_nf4_in_blocks_of_rows(tokens, double, n_in, n_out, monkeypatch):
-    monkeypatch.setattr("frugal.ops.weights.BLOCK_BYTES", 64 * n_in * 8)
-    monkeypatch.setattr("frugal.ops.projection.BLOCK_BYTES", 64 * n_in * 8)
+    monkeypatch.setattr("frugal.ops.weights.CPU_BLOCK_BYTES", 64 * n_in * 8)
     t = _tensors(tokens=tokens, n_in=n_in, n_out=n_out)
     weight = quantize_nf4(t["w"].float(), double)
     leaves = ["x", "bias", "a", "b"]
@@ -87,7 +86,7 @@ def test_gradcheck_with_and_without_merging():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [5, 400])
 def test_error_no_larger_than_naive_in_the_same_dtype(dtype, tokens, monkeypatch):
-    monkeypatch.setattr("frugal.ops.weights.BLOCK_BYTES", 64 * 64 * 2)
+    monkeypatch.setattr("frugal.ops.weights.CPU_BLOCK_BYTES", 64 * 64 * 2)
     t = _tensors(tokens=tokens, n_in=64, n_out=192, r=8, dtype=dtype)
     t["w"] /= 8
     t["a"] /= 8
