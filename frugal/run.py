@@ -167,7 +167,7 @@ def preview(config: Source, *, html: str | Path | None = None, rows: int = 5) ->
     if html is not None:
         write_preview_html(shown, Path(html))
     else:
-        render_preview(shown, safe_console())
+        safe_console().print(render_preview(shown))
     return shown
 
 
