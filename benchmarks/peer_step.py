@@ -1,0 +1,163 @@
+"""One QLoRA step, frugal against PEFT + bitsandbytes + transformers: peak live bytes and seconds, side by side.
+
+    python benchmarks/peer_step.py --json out.json          # SmolLM2-135M, batches 2 x 512, 2 x 1024, 1 x 4096
+    python benchmarks/peer_step.py --quick                  # short rows, one repeat: does it run
+
+Memory and time are taken in separate steps (the meter slows a step down). `floor_ratio` is frugal's time over that of
+the dense products alone that a step cannot do without: each linear layer forward and for the gradient of its input,
+the adapters' products, and the head; with all weights dense and nothing computed twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RANK, Side, environment, frugal_side, interleaved, peer_side, random_batch
+from torch import Tensor
+
+from frugal.files import write_json
+
+CASES = [(2, 512), (2, 1024), (1, 4096)]
+QUICK_CASES = [(2, 64), (2, 128), (1, 256)]
+
+# Per layer: (inputs, outputs) of q, k, v, o, gate, up, down; then the head, which has no adapter.
+HIDDEN, MLP, KV, LAYERS, VOCAB = 576, 1536, 192, 30, 49152
+LINEARS = [(HIDDEN, HIDDEN), (HIDDEN, KV), (HIDDEN, KV), (HIDDEN, HIDDEN), (HIDDEN, MLP), (HIDDEN, MLP), (MLP, HIDDEN)]
+
+
+def main() -> None:
+    """Measure, print, and write the JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("--quick", action="store_true", help="short rows, one repeat")
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps of each side and case (4096: a third)")
+    parser.add_argument("--stock-modules", action="store_true", help="frugal without its replaced modules")
+    arguments = parser.parse_args()
+    result = measure(
+        QUICK_CASES if arguments.quick else CASES,
+        repeats=1 if arguments.quick else arguments.repeats,
+        fused=not arguments.stock_modules,
+    )
+    print(summary(result))
+    if arguments.json is not None:
+        write_json(arguments.json, result)
+    else:
+        print(json.dumps({key: value for key, value in result.items() if key.endswith("ratio")}, indent=2))
+
+
+def measure(cases: list[tuple[int, int]], *, repeats: int, fused: bool = True) -> dict[str, Any]:
+    """All cases; the first two give the slopes."""
+    peer, ours = peer_side(), frugal_side(fused=fused)
+    rows: list[dict[str, Any]] = []
+    for batch_size, tokens in cases:
+        batch = random_batch(batch_size, tokens)
+        losses = {side.name: probe_loss(side, batch) for side in (peer, ours)}
+        row: dict[str, Any] = {"batch": batch_size, "tokens": tokens, "loss": losses}
+        reports = {side.name: side.meter(batch) for side in (ours, peer)}
+        seconds = interleaved([ours, peer], batch, repeats if tokens <= 1024 else max(1, repeats // 3))
+        for name, report in reports.items():
+            row[name] = {"peak_bytes": report.peak_bytes, **seconds[name], "at_peak": report.by_category}
+        row["floor_seconds"], row["floor_cpu_seconds"] = floor_seconds(batch_size * tokens)
+        rows.append(row)
+        print(f"{batch_size} x {tokens}: {row}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        ours.checkpoint("disk", Path(folder))
+        for row in rows[:2]:
+            batch = random_batch(row["batch"], row["tokens"])
+            report = ours.meter(batch)
+            row["frugal_disk"] = {
+                "peak_bytes": report.peak_bytes,
+                **interleaved([ours], batch, 1)["frugal"],
+                "at_peak": report.by_category,
+            }
+        ours.checkpoint("none")
+    return {"cases": rows, **ratios(rows), "environment": environment()}
+
+
+def probe_loss(side: Side, batch: dict[str, Tensor]) -> float:
+    """The loss before any step of this case, to see that both sides compute the same thing."""
+    with torch.no_grad():
+        return float(side.loss(batch))
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What the goals are stated in; peak, seconds and floor at the first case."""
+    first, second = rows[0], rows[1]
+    further = second["batch"] * second["tokens"] - first["batch"] * first["tokens"]
+
+    def slope(side: str) -> float:
+        return float(second[side]["peak_bytes"] - first[side]["peak_bytes"]) / further
+
+    return {
+        "peak_ratio": first["frugal"]["peak_bytes"] / first["peer"]["peak_bytes"],
+        "slope_ratio": slope("frugal") / slope("peer"),
+        "slope_ratio_disk": slope("frugal_disk") / slope("peer"),
+        "seconds_ratio": first["frugal"]["seconds"] / first["peer"]["seconds"],
+        "cpu_seconds_ratio": first["frugal"]["cpu_seconds"] / first["peer"]["cpu_seconds"],
+        "floor_ratio": first["frugal"]["seconds"] / first["floor_seconds"],
+        "peer_floor_ratio": first["peer"]["seconds"] / first["floor_seconds"],
+        "cpu_floor_ratio": first["frugal"]["cpu_seconds"] / first["floor_cpu_seconds"],
+        "peer_bytes_per_token": slope("peer"),
+        "frugal_bytes_per_token": slope("frugal"),
+        "frugal_disk_bytes_per_token": slope("frugal_disk"),
+    }
+
+
+def floor_seconds(tokens: int, repeats: int = 3) -> tuple[float, float]:
+    """Wall and CPU seconds of the products that one step of ``tokens`` tokens needs, with dense float32 weights."""
+    wall, cpu = _linear_seconds(tokens, HIDDEN, VOCAB, repeats, lora=False)
+    for inputs, outputs in set(LINEARS):
+        count = LINEARS.count((inputs, outputs)) * LAYERS
+        one_wall, one_cpu = _linear_seconds(tokens, inputs, outputs, repeats, lora=True)
+        wall, cpu = wall + count * one_wall, cpu + count * one_cpu
+    return wall, cpu
+
+
+@torch.no_grad()
+def _linear_seconds(tokens: int, inputs: int, outputs: int, repeats: int, *, lora: bool) -> tuple[float, float]:
+    """Median time of y = x W^T and dx = dy W, and of an adapter's six products. The head goes by chunks of tokens, so
+    that its logits fit."""
+    chunk = min(tokens, 1024)
+    x, dy, weight = torch.randn(chunk, inputs), torch.randn(chunk, outputs), torch.randn(outputs, inputs)
+    a, b = torch.randn(RANK, inputs), torch.randn(outputs, RANK)
+    times = []
+    for _ in range(repeats + 1):
+        wall, cpu = time.perf_counter(), time.process_time()
+        torch.mm(x, weight.t())
+        torch.mm(dy, weight)
+        if lora:
+            low, d_low = torch.mm(x, a.t()), torch.mm(dy, b)
+            torch.mm(low, b.t())
+            torch.mm(d_low, a)
+            torch.mm(d_low.t(), x)
+            torch.mm(dy.t(), low)
+        times.append((time.perf_counter() - wall, time.process_time() - cpu))
+    scale = tokens / chunk
+    return statistics.median(w for w, _ in times[1:]) * scale, statistics.median(c for _, c in times[1:]) * scale
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The result as a small table."""
+    lines = [
+        f"{'case':>10} {'frugal MB':>10} {'disk MB':>9} {'peer MB':>9} {'frugal s':>9} {'peer s':>8} {'floor s':>8}"
+    ]
+    for row in result["cases"]:
+        disk = f"{row['frugal_disk']['peak_bytes'] / 1e6:9.1f}" if "frugal_disk" in row else " " * 9
+        lines.append(
+            f"{row['batch']:>3} x {row['tokens']:<5}{row['frugal']['peak_bytes'] / 1e6:10.1f} {disk} "
+            f"{row['peer']['peak_bytes'] / 1e6:9.1f} {row['frugal']['seconds']:9.2f} {row['peer']['seconds']:8.2f} "
+            f"{row['floor_seconds']:8.2f}"
+        )
+    lines += [f"{key:<28}{value:12.3f}" for key, value in result.items() if isinstance(value, float)]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
