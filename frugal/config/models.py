@@ -47,7 +47,7 @@ class LoraSection(Section):
     use_dora: bool = False
     """DoRA: magnitude and direction trained apart. Slower."""
     init_lora_weights: Literal["default", "gaussian", "pissa", "loftq"] = "default"
-    """How A and B start. pissa and loftq need `model.quantize: none`."""
+    """How A and B start. pissa and loftq need `model.quantize: none`; loftq also needs a CUDA device."""
     rank_pattern: dict[str, int] = Field(default_factory=dict)
     """Other ranks for modules whose name matches a pattern."""
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
