@@ -19,30 +19,35 @@ _STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 62rem; background: var(--back); color: var(--ink);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
-h1 { font-size: 1.6rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 2.25rem 0 .75rem; }
-p { margin: .4rem 0; } .soft { color: var(--soft); }
+h1 { font-size: 1.6rem; margin: 0 0 .25rem; }
+h2 { font-size: 1.1rem; margin: 2.25rem 0 .75rem; }
+p { margin: .4rem 0; }
+.soft { color: var(--soft); }
 .line { display: inline-block; margin: 1rem 0 .25rem; padding: .45rem .8rem; border-radius: .5rem; font-weight: 600;
   background: var(--trained-back); color: var(--trained); }
 .line.no { background: var(--warn-back); color: var(--bad); }
 .warn { margin: .5rem 0; padding: .6rem .8rem; border-radius: .5rem; background: var(--warn-back); color: var(--warn); }
-.row { margin: 0 0 1rem; border: 1px solid var(--line); border-radius: .6rem; background: var(--card); overflow:
-hidden; } .row header { display: flex; flex-wrap: wrap; justify-content: space-between; gap: .25rem 1rem; padding:
-.55rem .9rem; border-bottom: 1px solid var(--line); font-size: .85rem; color: var(--soft); overflow-wrap: anywhere; }
+.row { margin: 0 0 1rem; border: 1px solid var(--line); border-radius: .6rem; background: var(--card);
+  overflow: hidden; }
+.row header { display: flex; flex-wrap: wrap; justify-content: space-between; gap: .25rem 1rem; padding: .55rem .9rem;
+  border-bottom: 1px solid var(--line); font-size: .85rem; color: var(--soft); overflow-wrap: anywhere; }
 .row pre { margin: 0; padding: .8rem .9rem; white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4;
   font: .86rem/1.75 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 .row pre span { border-radius: .2rem; }
 .row pre span:hover { background: var(--hover); outline: 1px solid var(--soft); }
-.t { background: var(--trained-back); color: var(--trained); text-decoration: underline; text-underline-offset: .25em;
-  text-decoration-thickness: 1px; } .s { opacity: .75; font-style: italic; }
-.cut { color: var(--bad); } .legend span { padding: .1rem .4rem; border-radius: .25rem; }
+.t { background: var(--trained-back); color: var(--trained); box-shadow: inset 0 -1px var(--trained); }
+.s { opacity: .75; font-style: italic; }
 .u { border: 1px solid var(--line); }
+.cut { color: var(--bad); }
+.legend span { padding: .1rem .4rem; border-radius: .25rem; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; margin: 0 0 1rem; } caption { text-align: left; color:
-var(--soft); } th, td { padding: .3rem .8rem .3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid
-var(--line); overflow-wrap: anywhere; }
+table { border-collapse: collapse; font-size: .9rem; margin: 0 0 1rem; }
+th, td { padding: .3rem .8rem .3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line);
+  overflow-wrap: anywhere; }
 .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.bars { display: grid; grid-template-columns: auto 1fr auto; gap: .2rem .75rem; align-items: center; font-size:
-.88rem; } .bars i { display: block; height: .95rem; min-width: 1px; border-radius: .2rem; background: var(--bar); }
+.bars { display: grid; grid-template-columns: auto 1fr auto; gap: .2rem .75rem; align-items: center;
+  font-size: .88rem; }
+.bars i { display: block; height: .95rem; border-radius: .2rem; background: var(--bar); }
 """
 
 
