@@ -86,7 +86,7 @@ def merged_card(run: RunFolder, source: BaseSource, report: Sequence[str]) -> st
         "",
         "## Merge",
         "",
-        *(f"- {line.replace(str(run.root.parent), '.')}" for line in report if not line.startswith("merged ")),
+        *(f"- {without_folders(line, run, source)}" for line in report if not line.startswith("merged ")),
         "",
     ]
     samples = run.root / "samples.json"
@@ -97,6 +97,13 @@ def merged_card(run: RunFolder, source: BaseSource, report: Sequence[str]) -> st
         for sample in _samples(read_json(samples)):
             lines += [f"- **{_quote(sample.get('prompt', ''))}** {_quote(sample.get('after', ''))}"]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def without_folders(text: str, run: RunFolder, source: BaseSource) -> str:
+    """``text`` with the folders of this machine reduced to their last part, so that it can be published."""
+    for folder in (str(source.path), str(run.adapter), str(run.root), source.name):
+        text = text.replace(folder, _public_name(folder))
+    return text
 
 
 def _samples(content: Any) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ import torch
 from frugal.errors import CheckpointError, ConfigError, UnsupportedError
 from frugal.files import fsync_folder, read_json, write_json, write_text
 from frugal.models.source import BaseSource
-from frugal.save.card import merged_card
+from frugal.save.card import merged_card, without_folders
 from frugal.save.export_adapter import copy_tokenizer, highest_token_id
 from frugal.save.merge_io import OutTensor, plan_shards, write_shards
 from frugal.save.merge_math import Maker, WeightPlan
@@ -149,7 +149,9 @@ def merge(
             seconds=round(time.perf_counter() - start, 3),
             warnings=warnings,
         )
-        write_json(beside / "merge_report.json", {**asdict(report), "out": folder.name, "base": Path(source.name).name})
+        public = {"out": folder.name, "warnings": [without_folders(line, opened, source) for line in warnings]}
+        public["base"] = without_folders(source.name, opened, source)
+        write_json(beside / "merge_report.json", {**asdict(report), **public})
         write_text(beside / "README.md", merged_card(opened, source, report.lines()))
         fsync_folder(beside)
         if folder.exists():
