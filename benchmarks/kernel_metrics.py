@@ -59,10 +59,8 @@ def compile_launch(launch: Launch, target: int | str) -> Metrics:
     amd = isinstance(target, str)
     signature, constants, attributes = launch.specialisation()
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = dict(launch.options)
-    compiled = triton.compile(
-        source, target=GPUTarget("hip" if amd else "cuda", target, 32), options=options
-    )  # fmt: skip
+    gpu = GPUTarget("hip" if amd else "cuda", target, 32)
+    compiled = triton.compile(source, target=gpu, options=launch.compile_options)
     shared = int(compiled.metadata.shared)
     if amd:
         text = compiled.asm["amdgcn"]

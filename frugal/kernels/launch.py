@@ -30,7 +30,12 @@ class Launch:
     constants: Mapping[str, Any] = field(default_factory=dict)
     """The ``tl.constexpr`` parameters."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """num_warps, num_stages, enable_fp_fusion."""
+    """num_warps, num_stages, enable_fp_fusion (on unless given: Triton's own default changes with its version)."""
+
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        """`options` with what has a default here."""
+        return {"enable_fp_fusion": True, **self.options}
 
     def run(self) -> None:
         """Launch on the device of the first tensor. An empty grid launches nothing."""
@@ -38,7 +43,7 @@ class Launch:
             return
         device = next(arg.device for arg in self.args if isinstance(arg, Tensor))
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[self.grid](*self.args, **self.constants, **self.options)
+            self.kernel[self.grid](*self.args, **self.constants, **self.compile_options)
 
     def specialisation(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
         """(signature, constants, attributes) as Triton's launcher derives them from the arguments.

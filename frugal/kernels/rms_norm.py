@@ -18,6 +18,7 @@ from frugal.kernels.tiles import tile
 
 MAX_COLUMNS = 32768  # a row lives in registers
 _PROGRAMS = 512  # about what fills a GPU: fewer rows a program below that
+_PARTIAL_SUMS = 256  # rows of partial sums of the weight's gradient, which are written and read again
 
 
 @triton.jit
@@ -68,8 +69,8 @@ def rms_norm_backward_kernel(
         tl.store(PARTIAL + tl.program_id(0).to(tl.int64) * columns + column, total, mask=inside)
 
 
-def _shape(kernel: str, x: Tensor, most_steps: int, target: str | None) -> tuple[int, dict[str, int], dict[str, int]]:
-    """(programs, constants, options) for ``x`` [rows, columns]."""
+def _shape(kernel: str, x: Tensor, fill: int, target: str | None) -> tuple[int, dict[str, int], dict[str, int]]:
+    """(programs, constants, options) for ``x`` [rows, columns], with about ``fill`` programs if there are the rows."""
     rows, columns = x.shape
     if columns > MAX_COLUMNS:
         raise ValueError(f"rms_norm: rows of at most {MAX_COLUMNS} columns, got {columns}")
@@ -78,7 +79,7 @@ def _shape(kernel: str, x: Tensor, most_steps: int, target: str | None) -> tuple
     sizes = tile(kernel, x.dtype, x.device, target)
     block = next_power_of_2(columns)
     at_once = max(1, sizes.pop("TILE") // block)
-    steps = max(1, min(most_steps, next_power_of_2(cdiv(rows, at_once * _PROGRAMS))))
+    steps = max(1, min(32, next_power_of_2(cdiv(rows, at_once * fill))))
     sizes["num_warps"] = max(sizes["num_warps"], min(16, block // 1024))
     return cdiv(rows, at_once * steps), {"STEPS": steps, "ROWS": at_once, "BLOCK": block}, sizes
 
@@ -87,7 +88,7 @@ def plan_rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, out: Tensor, target: str | None = None
 ) -> Launch:
     """``out`` [rows, columns] = RMSNorm of ``x``; ``weight`` [columns] or None; ``offset`` is 1 for Gemma's norms."""
-    programs, constants, options = _shape("rms_norm", x, 16, target)
+    programs, constants, options = _shape("rms_norm", x, _PROGRAMS, target)
     return Launch(
         rms_norm_kernel,
         (programs,),
@@ -109,7 +110,7 @@ def plan_rms_norm_backward(
     target: str | None = None,
 ) -> tuple[Launch, Tensor | None]:  # fmt: skip
     """The launch, and the partial sums [programs, columns] of the weight's gradient that it fills, float32."""
-    programs, constants, options = _shape("rms_norm_backward", x, 32, target)
+    programs, constants, options = _shape("rms_norm_backward", x, _PARTIAL_SUMS if weight_grad else _PROGRAMS, target)
     partial = None
     if weight_grad:
         partial = torch.empty(programs, x.shape[1], dtype=torch.float32, device=x.device)
