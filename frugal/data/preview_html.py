@@ -33,7 +33,8 @@ p { margin: .4rem 0; }
   border-bottom: 1px solid var(--line); font-size: .85rem; color: var(--soft); overflow-wrap: anywhere; }
 .row pre { margin: 0; padding: .8rem .9rem; white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4;
   font: .86rem/1.75 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
-.row pre span { border-radius: .2rem; }
+.row pre span { border-radius: .1rem; }
+.row pre .t { border-radius: 0; }
 .row pre span:hover { background: var(--hover); outline: 1px solid var(--soft); }
 .t { background: var(--trained-back); color: var(--trained); box-shadow: inset 0 -1px var(--trained); }
 .s { opacity: .75; font-style: italic; }
