@@ -14,8 +14,10 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from frugal.chat import LoadedRun, chat, chat_loop, load, load_run
+from frugal.cli import app
 from frugal.errors import CheckpointError, DataError, UnsupportedError
 from frugal.generate import answer, answering, as_messages, generate_samples, generation_config, prompt_ids
 from frugal.save.export_adapter import end_of_turn_ids, generation_settings, stop_ids
@@ -220,10 +222,10 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == load_run(run).answer("hello world", max_new_tokens=4)
-    missing = subprocess.run([*command[:4], str(tmp_path / "none")], capture_output=True, text=True)
-    assert missing.returncode == 2
-    assert "Traceback" not in missing.stderr
-    talk = subprocess.run(command[:5], input="hello\n/reset\n/quit\n", capture_output=True, text=True)
-    assert talk.returncode == 0
+    missing = CliRunner().invoke(app, ["chat", str(tmp_path / "none")])
+    assert missing.exit_code == 2
+    assert "does not exist" in missing.stderr
+    talk = CliRunner().invoke(app, ["chat", str(run), "--max-new-tokens", "2"], input="hello\n/reset\n/quit\n")
+    assert talk.exit_code == 0
     assert "starts anew" in talk.stdout
     assert json.loads((run / "generation_config.json").read_text())["eos_token_id"] == [2]
