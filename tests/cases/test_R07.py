@@ -81,7 +81,9 @@ def test_killed_before_each_file_operation_of_a_save(tmp_path: Path) -> None:
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     chance = random.Random(7)
     newest = 0
+    begun = time.perf_counter()
     save_checkpoint(tmp_path, newest, parts(newest))
+    one_save = time.perf_counter() - begun
     for _ in range(25):
         begin = newest
 
@@ -91,7 +93,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
                 rotate(tmp_path, limit=2, best_step=None)
 
         pid = forked(saves)
-        time.sleep(chance.uniform(0.0, 0.05))
+        time.sleep(chance.uniform(0.0, 8 * one_save))
         os.kill(pid, chance.choice([signal.SIGKILL, signal.SIGTERM]))
         os.waitpid(pid, 0)
         newest = check(tmp_path, begin)

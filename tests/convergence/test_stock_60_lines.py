@@ -1,6 +1,6 @@
 """The loss curve of a run equals that of the same training written in 60 lines with stock transformers and PEFT.
 
-Same base, same conversations, same order of rows, fp32, no dropout: 20 steps, each within 1e-4 relative. Everything else
+Same base, conversations and order of rows, fp32, no dropout: 20 steps, each within 1e-4 relative. Everything else
 is done twice and apart: rendering and masking, adapters, loss, accumulation, clipping, optimizer and schedule.
 """
 
@@ -29,7 +29,7 @@ import runs
 STEPS, RATE = 20, 1e-3
 
 
-# ----- the stock training: 60 lines from here -------------------------------------------------------------------------
+# ----- the stock training: 60 lines from here -----
 def stock_losses(base: Path, data: Path, order: list[list[int]], quantize: str) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of every step."""
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -79,7 +79,7 @@ def encode(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], l
     return head + answer + tail, [-100] * len(head) + answer + [-100] * len(tail)
 
 
-# ----- to here ----------------------------------------------------------------------------------------------------------
+# ----- to here -----
 
 
 def compare(base: Path, tmp_path: Path, quantize: str, batch: int) -> None:
