@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 
+import torch
+
+MAX_HEAD_SIZE = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}  # of attention
+
 
 def why_not() -> str | None:
     """Why no kernel can be used in this environment whatever the device; None when they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton; wheels exist for Linux on x86-64)"
+    return None
+
+
+def attention_size_refusal(head_size: int, dtype: torch.dtype) -> str | None:
+    """Why the attention kernels cannot serve a head size or dtype; None when they can."""
+    if dtype not in MAX_HEAD_SIZE:
+        return f"dtype {dtype}: the attention kernels take float16, bfloat16 and float32"
+    if head_size > MAX_HEAD_SIZE[dtype]:
+        return f"head size {head_size} in {dtype}: tiles of more than {MAX_HEAD_SIZE[dtype]} columns do not fit a GPU"
     return None

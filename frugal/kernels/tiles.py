@@ -11,6 +11,7 @@ import functools
 
 import torch
 
+from frugal.kernels.attention_tiles import TILES as ATTENTION
 from frugal.kernels.tile_table import TILES
 
 
@@ -20,7 +21,8 @@ def tile(kernel: str, dtype: torch.dtype, device: torch.device, target: str | No
     ``target`` is "sm_86" or the like; unset, that of ``device`` ("default" for devices that are not CUDA). A kernel
     that no row names is an error of the program: ``KeyError``.
     """
-    rows = TILES[f"{kernel}/{8 * dtype.itemsize}"]
+    key = f"{kernel}/{8 * dtype.itemsize}"
+    rows = ATTENTION[key] if key in ATTENTION else TILES[key]
     if target is None:
         target = _target_of(device)
     return dict(rows.get(target, rows["default"]))

@@ -10,19 +10,21 @@ kept for backward.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from frugal.ops.blockwise import blockwise_backward, blockwise_forward
 from frugal.ops.cpu_flash import cpu_flash_backward, cpu_flash_forward
+from frugal.ops.flash_varlen import flash_varlen
+from frugal.ops.sdpa import sdpa
 from frugal.ops.table import choose
 
 CuSeqlens: TypeAlias = Tensor | Sequence[int]
@@ -108,14 +110,24 @@ def _like_rows(t: Tensor) -> Tensor:
     return t.new_empty(batch, tokens, heads, size).transpose(1, 2)
 
 
+def _kernels(module: str) -> Any:
+    """Triton is optional: its modules are imported when a row that needs them was chosen."""
+    return importlib.import_module(f"frugal.kernels.{module}")
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: list[Segment], form: str, scale: float,
                 window: int | None, softcap: float | None, causal: bool) -> Tensor:  # fmt: skip
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "causal": causal}
-        run = cpu_flash_forward if form == "cpu_flash" else blockwise_forward
         batch, heads, tokens, _ = q.shape
+        if form == "triton":
+            out, lse = _kernels("attention").attention_forward(q, k, v, pieces, **settings)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.pieces, ctx.form, ctx.settings = pieces, form, settings
+            return out  # type: ignore[no-any-return]
+        run = cpu_flash_forward if form == "cpu_flash" else blockwise_forward
         if len(pieces) == 1 and pieces[0] == (0, batch, 0, tokens):
             out, lse = run(q, k, v, **settings)
         else:
@@ -134,8 +146,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         (d_out,) = outputs
         q, k, v, out, lse = ctx.saved_tensors
-        run = cpu_flash_backward if ctx.form == "cpu_flash" else blockwise_backward
         d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+        if ctx.form == "triton":
+            backward = _kernels("attention_backward").attention_backward
+            return (*backward(d_out, q, k, v, out, lse, ctx.pieces, **ctx.settings), *[None] * 6)
+        run = cpu_flash_backward if ctx.form == "cpu_flash" else blockwise_backward
         if len(ctx.pieces) == 1 and ctx.pieces[0] == (0, q.shape[0], 0, q.shape[2]):
             grads: tuple[Tensor, ...] = run(d_out, q, k, v, out, lse, **ctx.settings)
         else:
@@ -145,22 +160,6 @@ class _Attention(torch.autograd.Function):
                 for grad, part in zip(grads, parts, strict=True):
                     grad[r0:r1, :, s0:s1] = part
         return (*grads, None, None, None, None, None, None)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, pieces: list[Segment], scale: float, causal: bool) -> Tensor:
-    """scaled_dot_product_attention, document by document; torch picks its best backend and keeps what it needs."""
-    gqa = q.shape[1] != k.shape[1]
-
-    def run(r0: int, r1: int, s0: int, s1: int) -> Tensor:
-        queries, keys, values = (t[r0:r1, :, s0:s1] for t in (q, k, v))
-        return F.scaled_dot_product_attention(queries, keys, values, is_causal=causal, scale=scale, enable_gqa=gqa)
-
-    if len(pieces) == 1 and pieces[0] == (0, q.shape[0], 0, q.shape[2]):
-        return run(*pieces[0])
-    by_row: dict[tuple[int, int], list[Tensor]] = {}
-    for piece in pieces:
-        by_row.setdefault(piece[:2], []).append(run(*piece))
-    return torch.cat([torch.cat(parts, dim=2) for parts in by_row.values()], dim=0)
 
 
 def attention(
@@ -194,7 +193,11 @@ def attention(
     if window is not None and causal and window >= longest:
         window = None
     if implementation is None:
-        implementation = choose("attention", q.device, q.dtype, window=window, softcap=softcap, causal=causal).name
+        documents = sum(r1 - r0 for r0, r1, _, _ in pieces)
+        implementation = choose(
+            "attention", q.device, q.dtype, window=window, softcap=softcap, causal=causal, head_size=size,
+            documents=documents,
+        ).name  # fmt: skip
     if implementation == "reference":
         return attention_reference(
             q, k, v, cu_seqlens=cu_seqlens, scale=scale, window=window, softcap=softcap, causal=causal
@@ -202,6 +205,8 @@ def attention(
     if not pieces:
         return q * 0.0 + (k.sum() + v.sum()) * 0.0
     if implementation == "sdpa":
-        return _sdpa(q, k, v, pieces, scale, causal)
+        return sdpa(q, k, v, pieces, scale, causal)
+    if implementation == "flash_attn":
+        return flash_varlen(q, k, v, pieces, scale=scale, window=window, softcap=softcap, causal=causal)
     out: Tensor = _Attention.apply(q, k, v, pieces, implementation, scale, window, softcap, causal)
     return out

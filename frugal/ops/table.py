@@ -1,7 +1,8 @@
 """One table of operations: which implementation serves which device, dtype and shape, and why the others do not.
 
 `choose` walks the rows from the best to the plainest, keeps the reason of each refusal and returns the first row that
-accepts. The manifest prints the outcome.
+accepts. A row may also stand back for a plainer one that serves a request better; asked for by name (`require`) it does
+not. The manifest prints the outcome.
 """
 
 from __future__ import annotations
@@ -13,9 +14,18 @@ from typing import Any
 import torch
 
 from frugal.errors import UnsupportedError
+from frugal.ops.attention_choice import (
+    FLASH_DTYPES,
+    flash_attn_refusal,
+    sdpa_refusal,
+    triton_refusal,
+    triton_yields,
+)
+from frugal.ops.target import Target, target_of
 
 Facts = Mapping[str, Any]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ANY_DEVICE: tuple[str, ...] = ()
 
 
@@ -28,6 +38,8 @@ class Implementation:
     devices: tuple[str, ...] = ANY_DEVICE
     dtypes: tuple[torch.dtype, ...] = FLOATS
     refuse: Callable[[Facts], str | None] = lambda facts: None
+    yields: Callable[[Facts], str | None] = lambda facts: None
+    """Why a later row is preferred although this one could serve."""
 
     def refusal(self, device: str, dtype: torch.dtype, facts: Facts) -> str | None:
         """Why this row cannot serve the request; None when it can."""
@@ -68,14 +80,6 @@ def _cpu_flash_refusal(facts: Facts) -> str | None:
     return None
 
 
-def _sdpa_refusal(facts: Facts) -> str | None:
-    if facts.get("softcap") is not None:
-        return "scaled_dot_product_attention has no soft cap"
-    if facts.get("window") is not None:
-        return "scaled_dot_product_attention has no window without an [S, S] mask"
-    return None
-
-
 def _lora_refusal(facts: Facts) -> str | None:
     if facts.get("use_dora"):
         return "DoRA's norm term needs the merged weight: left to PEFT"
@@ -92,7 +96,21 @@ ROWS: dict[str, tuple[Implementation, ...]] = {
         _REFERENCE,
     ),
     "attention": (
-        _triton("packed documents in one launch"),
+        Implementation(
+            "flash_attn",
+            "flash-attn is installed: packed documents in one launch, tuned kernels",
+            devices=("cuda",),
+            dtypes=FLASH_DTYPES,
+            refuse=flash_attn_refusal,
+        ),
+        Implementation(
+            "triton",
+            "packed documents in one launch, window and soft cap included",
+            devices=("cuda",),
+            dtypes=KERNEL_DTYPES,
+            refuse=triton_refusal,
+            yields=triton_yields,
+        ),
         Implementation(
             "cpu_flash",
             "torch's CPU flash attention, by document; a window by blocks of rows",
@@ -102,8 +120,8 @@ ROWS: dict[str, tuple[Implementation, ...]] = {
         Implementation(
             "sdpa",
             "the best scaled_dot_product_attention backend, document by document",
-            devices=("cuda", "xpu", "mps"),
-            refuse=_sdpa_refusal,
+            devices=("cuda", "xpu", "mps", "cpu"),
+            refuse=sdpa_refusal,
         ),
         Implementation("blockwise", "online softmax over blocks of keys, recomputed in backward; any device"),
         _REFERENCE,
@@ -120,17 +138,41 @@ ROWS: dict[str, tuple[Implementation, ...]] = {
 }
 
 
-def choose(op: str, device: torch.device | str, dtype: torch.dtype = torch.float32, **facts: Any) -> Choice:
-    """The first row of ``op`` that accepts ``device``, ``dtype`` and ``facts`` (window, softcap, use_dora, ...).
+def choose(
+    op: str,
+    device: torch.device | str | Target,
+    dtype: torch.dtype = torch.float32,
+    *,
+    named: str | None = None,
+    **facts: Any,
+) -> Choice:
+    """The first row of ``op`` that accepts ``device``, ``dtype`` and ``facts`` (window, softcap, head_size, ...).
 
-    Raises `UnsupportedError` when no row accepts (DoRA in `lora_linear`) and ``KeyError`` for an unknown operation.
+    ``device`` may be a `Target` that is not here. ``named``: this row or an error, whatever is preferred. Raises
+    `UnsupportedError` when no row accepts and ``KeyError`` for an unknown operation.
     """
-    kind = torch.device(device).type
+    target = device if isinstance(device, Target) else target_of(device)
+    facts = {**facts, "target": target, "dtype": dtype}
+    if named is not None:
+        return _require(op, named, target, dtype, facts)
     rejected: dict[str, str] = {}
     for row in ROWS[op]:
-        refusal = row.refusal(kind, dtype, facts)
+        refusal = row.refusal(target.kind, dtype, facts) or row.yields(facts)
         if refusal is None:
             return Choice(op, row.name, row.why, rejected)
         rejected[row.name] = refusal
     reasons = "; ".join(f"{name}: {why}" for name, why in rejected.items())
-    raise UnsupportedError(f"{op} on {kind} in {dtype} has no implementation here ({reasons})")
+    raise UnsupportedError(f"{op} on {target.label} in {dtype} has no implementation here ({reasons})")
+
+
+def _require(op: str, name: str, target: Target, dtype: torch.dtype, facts: Facts) -> Choice:
+    for row in ROWS[op]:
+        if row.name != name:
+            continue
+        refusal = row.refusal(target.kind, dtype, facts)
+        if refusal is None:
+            return Choice(op, name, f"asked for by name: {row.why}")
+        others = [r.name for r in ROWS[op] if r.refusal(target.kind, dtype, facts) is None and r.name != "reference"]
+        way_out = f" Here {', '.join(others)} can: `auto` takes the first." if others else ""
+        raise UnsupportedError(f"{op}: {name} was asked for but cannot run here: {refusal}.{way_out}")
+    raise UnsupportedError(f"{op} has no implementation {name!r}; there are {', '.join(r.name for r in ROWS[op])}.")
