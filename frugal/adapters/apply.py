@@ -7,6 +7,7 @@ dtype. float16 gradients never reach a gradient scaler, and the optimizer's stat
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -207,7 +208,10 @@ def inject(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, adapter
     """PEFT's injection with a random state of its own, then the dtype policy."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        peft_model = get_peft_model(model, config, adapter_name=adapter_name)
+        with warnings.catch_warnings():
+            # PEFT asks transformers for a property under its former name; users can do nothing about it
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            peft_model = get_peft_model(model, config, adapter_name=adapter_name)
     _cast_tied_heads(peft_model)
     masters_float32(peft_model)
     return peft_model

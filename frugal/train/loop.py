@@ -6,6 +6,7 @@ import hashlib
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,7 +94,7 @@ def train_loop(job: Job, hooks: Hooks, state: LoopState) -> LoopState:
     scaler = torch.amp.GradScaler(job.accelerator.device.type, enabled=job.loss_scaling)
     if state.loss_scaling:
         scaler.load_state_dict(state.loss_scaling)
-    wrapped = job.accelerator.prepare_model(job.module)
+    wrapped = _wrap(job)
     wrapped.train()
     if state.step == 0 and job.eval_rows is not None:
         first = _evaluate(job)
@@ -116,6 +117,15 @@ def train_loop(job: Job, hooks: Hooks, state: LoopState) -> LoopState:
                 exit_code,
             )
     return state
+
+
+def _wrap(job: Job) -> torch.nn.Module:
+    """The module as accelerate prepares it: as it is, or in DistributedDataParallel with several processes."""
+    with warnings.catch_warnings():
+        # newer torch renamed the argument that accelerate passes on; older ones know only this name
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+        wrapped: torch.nn.Module = job.accelerator.prepare_model(job.module)
+    return wrapped
 
 
 def _one_step(job: Job, wrapped: torch.nn.Module, scaler: torch.amp.GradScaler, state: LoopState) -> dict[str, Any]:

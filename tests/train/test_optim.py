@@ -32,9 +32,7 @@ def step(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter], count
 def test_groups() -> None:
     named = parameters()
     optimizer = build_optimizer(named, TrainSection(weight_decay=0.1, loraplus_lr_ratio=16, learning_rate=1e-4))
-    found = {
-        name: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for name in group["names"]
-    }
+    found = {name: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for name in group["names"]}
     assert found == {
         "q.lora_A.default.weight": (1e-4, 0.1),
         "q.lora_B.default.weight": (1.6e-3, 0.1),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +110,31 @@ def test_log_restarts_at_a_step(tmp_path: Path) -> None:
     assert [entry["step"] for entry in read_log(log.path)] == [0, 1, 2, 3]
     assert read_log(log.path)[0] == {"step": 0, "loss": 0.30000000000000004, "nan": None}
     assert all(json.loads(line) for line in log.path.read_text().splitlines())
+
+
+def test_a_notebook_gets_one_line_that_changes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+
+    class Handle:
+        def update(self, data: dict[str, str], raw: bool) -> None:
+            shown.append(data["text/plain"])
+
+    def display(data: dict[str, str], raw: bool, display_id: bool) -> Handle:
+        shown.append(data["text/plain"])
+        return Handle()
+
+    shell = type("ZMQInteractiveShell", (), {})()
+    ipython, module = types.ModuleType("IPython"), types.ModuleType("IPython.display")
+    ipython.get_ipython = lambda: shell  # type: ignore[attr-defined]
+    module.display = display  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    reporter = Reporter(2)
+    reporter.step(record(1))
+    reporter.step(record(2))
+    reporter.close()
+    assert shown[0] == "starting"
+    assert [line.split("  ")[0] for line in shown[1:]] == ["step 1/2", "step 2/2"]
+    assert capsys.readouterr().out == ""

@@ -97,7 +97,7 @@ def test_too_small_a_disk_stops_before_training(
     tiny_llama_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("frugal.save.space.free_bytes", lambda folder: 2_000_000)
-    with pytest.raises(CheckpointError, match="2 checkpoints of 1.1 MB and one being written need 3.3 MB"):
+    with pytest.raises(CheckpointError, match=r"2 checkpoints of 1\.1 MB and one being written need 3\.3 MB"):
         train(settings(tiny_llama_folder, data, tmp_path / "run"))
     assert not (tmp_path / "run" / "train_log.jsonl").exists()
 
