@@ -38,11 +38,16 @@ class Case:
     """Bytes of its inputs once and of its outputs once."""
     least_bytes: int | None = None
     """What the algorithm must move where that is more: the reason is in the kernel's file."""
+    resident: tuple[Tensor, ...] = ()
+    """Small inputs that all programs share: the second-level cache keeps them. Not part of ``ideal_bytes``."""
 
 
-def case(launch: Launch, *moved: Tensor | None, least_bytes: int | None = None) -> Case:
+def case(
+    launch: Launch, *moved: Tensor | None, least_bytes: int | None = None, resident: tuple[Tensor, ...] = ()
+) -> Case:
     """``moved``: each tensor read and each written; one updated in place is named twice."""
-    return Case(launch, sum(t.numel() * t.element_size() for t in moved if t is not None), least_bytes)
+    ideal = sum(t.numel() * t.element_size() for t in moved if t is not None)
+    return Case(launch, ideal, least_bytes, resident)
 
 
 def nf4_parts(rows: int, columns: int, make: Make, double: bool) -> Nf4Parts:
@@ -62,12 +67,13 @@ def nf4_parts(rows: int, columns: int, make: Make, double: bool) -> Nf4Parts:
 def nf4(double: bool, lora: bool) -> Callable[[torch.dtype, Make, str | None], Case]:
     def build(dtype: torch.dtype, make: Make, target: str | None = None) -> Case:
         parts = nf4_parts(INTERMEDIATE, HIDDEN, make, double)
-        stored = (parts.packed, parts.absmax, parts.nested_absmax, parts.offset, parts.code, parts.nested_code)
+        stored = (parts.packed, parts.absmax, parts.nested_absmax, parts.offset)
+        tables = tuple(t for t in (parts.code, parts.nested_code) if t is not None)
         out = make(INTERMEDIATE, HIDDEN, dtype=dtype)
         if not lora:
-            return case(plan_dequantize(parts, 0, out.numel(), out, target), *stored, out)
+            return case(plan_dequantize(parts, 0, out.numel(), out, target), *stored, out, resident=tables)
         a, b = make(RANK, HIDDEN, dtype=dtype), make(INTERMEDIATE, RANK, dtype=dtype)
-        return case(plan_dequantize_lora(parts, a, b, 2.0, 0, out, target), *stored, a, b, out)
+        return case(plan_dequantize_lora(parts, a, b, 2.0, 0, out, target), *stored, out, resident=(a, b, *tables))
 
     return build
 
@@ -142,7 +148,7 @@ def adam(dtype: torch.dtype, make: Make, target: str | None = None) -> Case:
         param, grad, *states, *scales, *maps,
         lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=2, target=target,
     )  # fmt: skip
-    return case(launch, param, param, grad, *states, *states, *scales, *scales, *maps)
+    return case(launch, param, param, grad, *states, *states, *scales, *scales, resident=tuple(maps))
 
 
 CASES: dict[str, Callable[[torch.dtype, Make, str | None], Case]] = {

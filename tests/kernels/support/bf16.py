@@ -3,7 +3,7 @@
 The interpreter (3.9) keeps bf16 values as uint16 bit patterns and computes on the patterns: sums, products,
 comparisons and reductions are silently wrong and casts truncate. Here operands are widened to float32, the operation is
 done there, and the result is rounded to nearest even: what a GPU does. Two smaller faults are repaired on the way:
-comparisons keep the operand's dtype, and `tl.max` drops NaN (hardware's does too, but a test must see it).
+comparisons keep the operand's dtype, and TF32 products keep all bits of their operands.
 
 Nothing outside `right_bf16` is touched, and the interpreter is as before when the context closes.
 """
@@ -55,8 +55,8 @@ def _result(values: Any) -> TensorHandle:
 
 def _repairs() -> dict[tuple[type, str], Callable[..., Any]]:
     """The repaired methods: (class, name) -> function. Originals are read now, so nested contexts work."""
-    plain = {name: getattr(InterpreterBuilder, name) for name in
-             ("binary_op", "unary_op", "ternary_op", "cast_impl", "create_fp_to_fp", "create_dot", "create_fma")}  # fmt: skip
+    names = ("binary_op", "unary_op", "ternary_op", "cast_impl", "create_fp_to_fp", "create_dot", "create_fma")
+    plain = {name: getattr(InterpreterBuilder, name) for name in names}
     plain_sum, plain_min_max = ReduceOps.sum, ReduceOps.min_max
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:

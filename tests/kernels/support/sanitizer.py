@@ -9,8 +9,7 @@ While `checked` is open, every launch of a kernel
   atomically by one and plainly by another; lanes of one program that store to one address;
 - sees garbage where hardware gives it: masked lanes of a load without ``other`` are NaN (a large number for integers),
   and memory allocated inside the context is NaN until written;
-- has its bytes counted: distinct bytes of each load, bytes of each store. A lookup table (a tensor of up to 4 KiB) is
-  counted once a program: it stays in the first-level cache.
+- has its bytes counted: distinct bytes of each load instruction and program, bytes of each store.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorD
 
 from tests.kernels.support.bf16 import replaced, right_bf16
 
-TABLE_BYTES = 4096
 Programs = Callable[[tuple[int, int, int]], Iterable[tuple[int, int, int]]]
 
 
@@ -45,6 +43,8 @@ class Report:
     stored: int = 0
     updated: int = 0
     """Bytes of atomic updates."""
+    resident: int = 0
+    """Bytes loaded from tensors named as resident; not part of ``loaded``."""
     launches: list[str] = field(default_factory=list)
     races: list[str] = field(default_factory=list)
 
@@ -59,7 +59,6 @@ class _Memory:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.regions: list[tuple[int, int, list[tuple[int, int]], int]] = []
-        self.tables: list[tuple[int, int]] = []
         for t in tensors:
             if not t.numel():
                 continue
@@ -70,8 +69,6 @@ class _Memory:
             if not t.is_contiguous():
                 axes = sorted(((s * size, n) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1), reverse=True)
             self.regions.append((base, end, axes, size))
-            if end - base <= TABLE_BYTES:
-                self.tables.append((base, end))
 
     def inside(self, addresses: Any, width: int) -> Any:
         """Bool of each address: ``width`` bytes from there are (part of) an element."""
@@ -90,9 +87,6 @@ class _Memory:
             good |= here
         return good
 
-    def in_table(self, address: int) -> bool:
-        return any(lo <= address < hi for lo, hi in self.tables)
-
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
@@ -107,14 +101,16 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 class _Watcher:
-    def __init__(self, report: Report, seed: int | None, programs: Programs | None, races: bool) -> None:
+    def __init__(
+        self, report: Report, seed: int | None, programs: Programs | None, races: bool, resident: list[torch.Tensor]
+    ) -> None:
         self.report, self.seed, self.programs, self.races = report, seed, programs, races
+        self.resident = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in resident]
         self.memory = _Memory([])
         self.program = 0
         self.where: tuple[int, int, int] = (0, 0, 0)
         self.kernel = ""
         self.logs: dict[str, list[tuple[Any, int]]] = {}
-        self.seen_tables: set[int] = set()
 
     # One launch
 
@@ -134,9 +130,9 @@ class _Watcher:
             builder = interpreter.interpreter_builder
             builder.set_grid_dim(*grid)
             with np.errstate(all="ignore"):
-                for self.program, self.where in enumerate(self._order(grid)):
+                for program, where in enumerate(self._order(grid)):
+                    self.program, self.where = program, where
                     builder.set_grid_idx(*self.where)
-                    self.seen_tables = set()
                     executor.fn(**args)
         finally:
             scope.restore()
@@ -167,11 +163,10 @@ class _Watcher:
                 f"{self.where}"
             )
         if kind == "load":
-            counted = distinct
-            if self.memory.in_table(int(distinct[0])):
-                counted = distinct[~np.isin(distinct, list(self.seen_tables))] if self.seen_tables else distinct
-                self.seen_tables.update(distinct.tolist())
-            self.report.loaded += counted.size * width
+            if any(lo <= int(distinct[0]) < hi for lo, hi in self.resident):
+                self.report.resident += distinct.size * width
+            else:
+                self.report.loaded += distinct.size * width
         elif kind == "store":
             self.report.stored += distinct.size * width
             if distinct.size != addresses.size:
@@ -260,15 +255,21 @@ def _poisoned_allocations() -> Iterator[None]:
 
 @contextmanager
 def checked(
-    *, seed: int | None = 0, programs: Programs | None = None, races: bool = True, poison: bool = True
+    *,
+    seed: int | None = 0,
+    programs: Programs | None = None,
+    races: bool = True,
+    poison: bool = True,
+    resident: Iterable[torch.Tensor] = (),
 ) -> Iterator[Report]:
     """Run the kernels launched inside under the sanitizer; raises `KernelFault` at the end if they raced.
 
     ``seed`` shuffles the programs (None: in order). ``programs`` maps the grid (x, y, z) to the only program ids that
-    shall run. ``poison`` fills memory allocated inside with NaN: turn it off for real sizes.
+    shall run. ``poison`` fills memory allocated inside with NaN: turn it off for real sizes. Loads from ``resident``
+    tensors (small ones that every program reads, so that the second-level cache keeps them) are counted apart.
     """
     report = Report()
-    watcher = _Watcher(report, seed, programs, races)
+    watcher = _Watcher(report, seed, programs, races, list(resident))
     with right_bf16(), replaced(_watched(watcher)):
         if poison:
             with _poisoned_allocations():
