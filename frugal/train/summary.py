@@ -50,6 +50,15 @@ def summarise(
     )
 
 
+_SAMPLE = (("Q", "prompt"), ("before", "before"), ("after", "after"))
+
+
+def _one_line(text: str, longest: int = 160) -> str:
+    """A sample as one line; samples.json has all of it."""
+    flat = " ".join(text.split()) or "-"
+    return flat if len(flat) <= longest else flat[: longest - 3] + "..."
+
+
 def summary_lines(result: TrainResult, samples: list[dict[str, str]]) -> list[str]:
     """The closing summary, one string a line."""
     lines = ["", f"Trained {result.steps} steps ({result.epochs:.2f} epochs) in {duration(result.seconds)}."]
@@ -63,8 +72,8 @@ def summary_lines(result: TrainResult, samples: list[dict[str, str]]) -> list[st
         )
     lines.append(f"  peak memory             {result.peak_memory_bytes / 2**30:.2f} GiB")
     for sample in samples:
-        lines += ["", f"  Q       {sample['prompt']}", f"  before  {sample.get('before') or '-'}"]
-        lines.append(f"  after   {sample.get('after') or '-'}")
+        lines.append("")
+        lines += [f"  {name:<6}  {_one_line(sample.get(key, ''))}" for name, key in _SAMPLE]
     run = result.run_dir
     entries = {
         "adapter": run / "adapter_model.safetensors",
