@@ -12,25 +12,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.attention_cases import KERNELS, Form, launch_of
 from benchmarks.kernel_metrics import SHARED_LIMIT, compile_launch, meta, target_name
 from frugal.files import write_text
 from frugal.kernels import MAX_HEAD_SIZE
-from frugal.kernels.attention import plan_attention
-from frugal.kernels.attention_backward import plan_attention_dkdv, plan_attention_dq
 from frugal.kernels.attention_tiles import TILES
-from frugal.kernels.launch import Launch
 
 TABLE = Path(__file__).resolve().parents[1] / "frugal" / "kernels" / "attention_tiles.py"
 TARGETS = (80, 86, 89, 90, 100, 120)
 SIZES = (64, 128, 256)
-KERNELS = ("attention", "attention_dq", "attention_dkdv")
 # (BM, BN, num_warps, num_stages), best first.
 CANDIDATES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
     ("attention", 64): [(128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
@@ -50,33 +47,7 @@ CANDIDATES_32: dict[int, list[tuple[int, int, int, int]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Form:
-    """What is compiled: the most demanding variant and the plain one."""
-
-    window: int | None
-    softcap: float | None
-
-
-FULL, PLAIN = Form(4096, 30.0), Form(None, None)
-
-
-def launch_of(
-    kernel: str, size: int, dtype: torch.dtype, form: Form = PLAIN, *, sizes: dict[str, int] | None = None,
-    target: str | None = None, causal: bool = True, tokens: int = 8192, heads: int = 32, kv_heads: int = 8,
-) -> Launch:  # fmt: skip
-    """A launch of real size over meta tensors laid out as a model's projections write them."""
-    q, d_out, out, dq = (meta(1, tokens, heads, size, dtype=dtype).transpose(1, 2) for _ in range(4))
-    k, v, dk, dv = (meta(1, tokens, kv_heads, size, dtype=dtype).transpose(1, 2) for _ in range(4))
-    lse, delta = (meta(1, heads, tokens, dtype=torch.float32) for _ in range(2))
-    segments = [(0, 1, 0, tokens // 2), (0, 1, tokens // 2, tokens)]
-    settings = {"scale": 0.1, "window": form.window, "softcap": form.softcap, "causal": causal, "sizes": sizes,
-                "target": target}  # fmt: skip
-    if kernel == "attention":
-        return plan_attention(q, k, v, out, lse, segments, **settings)
-    if kernel == "attention_dq":
-        return plan_attention_dq(d_out, q, k, v, out, lse, delta, dq, segments, **settings)
-    return plan_attention_dkdv(d_out, q, k, v, lse, delta, dk, dv, segments, **settings)
+FULL: dict[str, Any] = {"window": 4096, "softcap": 30.0}  # the form that needs most registers
 
 
 def least_shared(kernel: str, size: int, dtype: torch.dtype, bm: int, bn: int, stages: int) -> int:
@@ -93,7 +64,7 @@ def choose_tile(kernel: str, size: int, dtype: torch.dtype, target: int) -> dict
         sizes = {"BM": bm, "BN": bn, "num_warps": warps, "num_stages": stages}
         if least_shared(kernel, size, dtype, bm, bn, stages) > SHARED_LIMIT[target]:
             continue
-        metrics = compile_launch(launch_of(kernel, size, dtype, FULL, sizes=sizes), target)
+        metrics = compile_launch(launch_of(kernel, Form(size, **FULL), dtype, meta, sizes=sizes)[0], target)
         spills = (metrics.spill_loads or 0) + (metrics.spill_stores or 0)
         print(f"{kernel}_d{size}/{8 * dtype.itemsize} sm_{target} {sizes} registers {metrics.registers} "
               f"spills {spills} shared {metrics.shared_bytes}/{metrics.shared_limit_bytes}", flush=True)  # fmt: skip

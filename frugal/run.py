@@ -17,6 +17,7 @@ from frugal.hardware import resolve_dtype
 from frugal.memory.checkpoint import apply_activation_checkpointing
 from frugal.models.attention import use_attention
 from frugal.models.tokenizer import rows_needed
+from frugal.ops.choice import check_attention
 from frugal.run_record import RunRecord
 from frugal.run_steps import (
     check_disk,
@@ -84,6 +85,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
     accelerator = make_accelerator(run_dir, list(settings.report_to))
     device = device_of(accelerator)
     dtype = resolve_dtype(config.model.dtype, device)
+    check_attention(device.torch_device, dtype.compute, config.memory.attention)
     tell = say if ranks.rank() == 0 else silent
     start = ranks.on_first(lambda: starting_point(run_dir, plain, resume, tell))
     with ExitStack() as cleanup:

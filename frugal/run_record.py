@@ -107,6 +107,8 @@ class RunRecord:
             self.say(line)
         self.manifest.add("load", loaded.loaded.as_dict())
         self.manifest.choose("attention", loaded.attention.name, why=loaded.attention.reason)
+        for kind, choice in loaded.attention.by_layer.items():
+            self.manifest.choose(f"attention, {kind} layers", choice.name, why=choice.reason, rejected=choice.rejected)
         if loaded.swaps is None:
             self.manifest.choose("modules", "stock", why="memory.fused is false")
         else:

@@ -82,7 +82,7 @@ def load_model(config: Config, base: BaseSource, tokenizer: Any, device: Device,
         trust_remote_code=config.model.trust_remote_code,
         vocab_size=rows_needed(tokenizer, base.config()),
     )
-    attention = use_attention(loaded.model)
+    attention = use_attention(loaded.model, config.memory.attention)
     applied = apply_adapters(
         loaded.model,
         config.lora,

@@ -152,6 +152,9 @@ class MemorySection(Section):
     """Activation checkpointing of decoder layers. auto: recompute, until the planner decides."""
     scratch_dir: str | None = None
     """Folder of the scratch file of `checkpoint: disk`. Unset: the run's folder (a `/tmp` is often kept in memory)."""
+    attention: Literal["auto", "triton", "sdpa", "flash_attn"] = "auto"
+    """How attention is computed. auto: the best that the device can run (`frugal doctor` shows it). A name that the
+    device or the model cannot have is an error, never replaced silently."""
     fused: bool = True
     """Use frugal's fused operations where they are proven equal to the stock module."""
     loss_chunk_tokens: int | None = Field(default=None, ge=1)

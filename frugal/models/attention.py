@@ -8,8 +8,9 @@ way out, never dropped. Decoding with a cache needs a [1, keys] mask and goes to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from frugal.errors import UnsupportedError
-from frugal.ops import attention
+from frugal.ops import Choice, attention, choose
 
 NAME = "frugal"
+AUTO = "auto"
 _WAY_OUT = "set attn_implementation to 'sdpa' for this model"
 
 
@@ -36,11 +38,16 @@ class MaskInfo:
     """Sliding window of this mask, the token itself counted."""
 
 
-def register() -> str:
-    """Make "frugal" known to transformers and return that name. Doing it again changes nothing."""
-    AttentionInterface.register(NAME, frugal_attention_forward)
-    AttentionMaskInterface.register(NAME, frugal_mask)
-    return NAME
+def register(implementation: str = AUTO) -> str:
+    """Make "frugal" known to transformers and return that name; with an ``implementation`` (a row of the table, for
+    example "triton") "frugal_triton", which uses that one always. Doing it again changes nothing."""
+    name, forward = NAME, frugal_attention_forward
+    if implementation != AUTO:
+        name = f"{NAME}_{implementation}"
+        forward = functools.partial(frugal_attention_forward, implementation=implementation)
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, frugal_mask)
+    return name
 
 
 def frugal_mask(
@@ -129,6 +136,7 @@ def frugal_attention_forward(
     cu_seq_lens_q: Tensor | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    implementation: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [B, Hq, S, D], key and value [B, Hkv, S, D] -> [B, S, Hq, D].
@@ -146,6 +154,7 @@ def frugal_attention_forward(
     if isinstance(attention_mask, Tensor):
         return _masked(query, key, value, attention_mask, scaling, softcap).transpose(1, 2).contiguous(), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    attend = functools.partial(attention, implementation=implementation)
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError(f"{query.shape[2]} queries against {key.shape[2]} keys without a mask: {_WAY_OUT}")
     cu_seqlens: Any = cu_seq_lens_q
@@ -156,10 +165,10 @@ def frugal_attention_forward(
         window = attention_mask.window if window is None else window
     if value.shape[-1] != query.shape[-1]:  # latent attention: values narrower than keys
         padded = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
-        out = attention(query, key, padded, cu_seqlens=cu_seqlens, scale=scaling, window=window, softcap=softcap,
+        out = attend(query, key, padded, cu_seqlens=cu_seqlens, scale=scaling, window=window, softcap=softcap,
                         causal=causal)[..., : value.shape[-1]]  # fmt: skip
     else:
-        out = attention(query, key, value, cu_seqlens=cu_seqlens, scale=scaling, window=window, softcap=softcap,
+        out = attend(query, key, value, cu_seqlens=cu_seqlens, scale=scaling, window=window, softcap=softcap,
                         causal=causal)  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
@@ -183,25 +192,45 @@ class AttentionChoice:
     """Which attention a model runs with, and why."""
 
     name: str
+    """"frugal", or transformers' name of the one that the model keeps."""
     reason: str
+    by_layer: dict[str, Choice] = field(default_factory=dict)
+    """Row of the operations' table by kind of layer ("full" and, where the model has them, "sliding")."""
 
 
-def use_attention(model: Any) -> AttentionChoice:
+def use_attention(model: Any, implementation: str = AUTO, *, prove: bool = True) -> AttentionChoice:
     """Switch a loaded transformers model to frugal attention where that is exact; else leave it and say why.
 
     Left alone: models whose attention does not go through `AttentionInterface`, attention sinks, dropout in attention,
     and anything whose logits on a tiny random batch differ from the stock ones (by 1e-4 of the largest in fp32, 3e-2
-    in 16 bits).
+    in 16 bits). ``prove=False`` leaves that comparison out: a model without memory has no numbers.
+
+    ``implementation`` (`memory.attention`) other than "auto" is used or is an error: `UnsupportedError` says what
+    stands against it.
     """
     before = model.config._attn_implementation
-    register()
+    choice = _switched(model, before, implementation, prove)
+    if choice.name == before and implementation != AUTO:
+        raise UnsupportedError(
+            f"memory.attention: {implementation} was asked for, but this model keeps {before}: {choice.reason}. "
+            "Write `memory.attention: auto`."
+        )
+    return choice
+
+
+def _switched(model: Any, before: str, implementation: str, prove: bool) -> AttentionChoice:
+    name = register(implementation)
     if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
         return AttentionChoice(before, "the model does not use transformers' AttentionInterface")
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
     if dropout:
         return AttentionChoice(before, f"attention_dropout={dropout}")
+    if not prove:
+        model.set_attn_implementation(name)
+        return AttentionChoice(NAME, "by structure, not proven")
+    by_layer = _by_layer(model, implementation)
     want = _probe(model)
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(name)
     try:
         got = _probe(model)
         largest = float(want.abs().max())
@@ -211,9 +240,30 @@ def use_attention(model: Any) -> AttentionChoice:
     except UnsupportedError as refusal:
         failure = str(refusal)
     if failure is None:
-        return AttentionChoice(NAME, f"logits equal to {before}'s on a random batch (largest difference {error:.1g})")
+        reason = f"logits equal to {before}'s on a random batch (largest difference {error:.1g})"
+        return AttentionChoice(NAME, reason, by_layer)
     model.set_attn_implementation(before)
     return AttentionChoice(before, failure)
+
+
+def _by_layer(model: Any, implementation: str) -> dict[str, Choice]:
+    """What the table chooses for the model's heads, window and soft cap on the device where it lies."""
+    config = model.config.get_text_config()
+    weight = model.get_input_embeddings().weight
+    heads = getattr(config, "num_attention_heads", 1)
+    facts = {
+        "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "softcap": getattr(config, "attn_logit_softcapping", None),
+        "named": None if implementation == AUTO else implementation,
+    }
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    found = {}
+    if kinds != {"sliding_attention"}:
+        found["full"] = choose("attention", weight.device, weight.dtype, window=None, **facts)
+    if window and "sliding_attention" in kinds:
+        found["sliding"] = choose("attention", weight.device, weight.dtype, window=window, **facts)
+    return found
 
 
 @torch.no_grad()

@@ -101,7 +101,7 @@ def test_forward_and_backward(case: Case) -> None:
     naive = expected(case, *given)
     # Rounding of the 16-bit probabilities and of their gradients between two products is FlashAttention's own.
     # Scores in the hundreds are rounded in the hundreds' last place.
-    slack = (16.0 if case.dtype == F32 else 4.0) * case.spread**2
+    slack = (32.0 if case.dtype == F32 else 4.0) * case.spread**2
     for value, true, stock in zip(got[:4], exact, naive, strict=True):
         close_to_exact(value, true, stock, slack=slack)
 
