@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import logging
 import json
 import os
 import sys
@@ -275,6 +276,8 @@ def safe_streams() -> None:
 def main() -> None:
     """Entry point of the `frugal` command and of `python -m frugal`."""
     safe_streams()
+    # bitsandbytes warns at import, on CPUs with bfloat16 instructions, of an optional inference kernel that is not used
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     app(args=resume_argument(sys.argv[1:]), prog_name="frugal")
 
 

@@ -52,7 +52,7 @@ def read_rows(source: SourceSection, account: Account) -> Iterator[RawRow | BadR
         if source.split is not None or source.name is not None:
             raise DataError(f"{path}: `split` and `name` belong to hub ids and folders; this is one file. Remove them.")
         yield from read_file(local, path)
-    elif is_hub_id(path) and suffix_of(local) is None:
+    elif is_hub_id(path) and suffix_of(local) is None and not _in_folder_here(path):
         yield from read_hub(path, source.name, source.split)
     else:
         raise DataError(_missing(path, local))
@@ -146,6 +146,11 @@ def _catalogue_file(source: SourceSection) -> Path:
         names = ", ".join(sorted(path.stem for path in folder.glob("*.jsonl")))
         raise DataError(f"{source.path}: there is no part {source.name!r}. `name` is one of: {names}.")
     return file
+
+
+def _in_folder_here(path: str) -> bool:
+    """Whether `data/trian` names a folder `data` that is here: then it is a mistyped path, not a hub id."""
+    return "/" in path and Path(path).parent.is_dir()
 
 
 def _missing(path: str, local: Path) -> str:

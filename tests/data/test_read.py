@@ -271,3 +271,10 @@ def test_hub_id_that_cannot_be_loaded_says_what_to_do(monkeypatch: pytest.Monkey
         DataError, match=r"nobody/nothing-here: no such file or folder here, and the hub data set could"
     ):
         rows_of("nobody/nothing-here")
+
+
+def test_a_mistyped_path_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"data/trian.*data/train|data/trian.*train"):
+        list(read.read_rows(SourceSection(path="data/trian"), Account()))
