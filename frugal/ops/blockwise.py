@@ -11,7 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-BLOCK = 256  # queries and keys of a tile
+from frugal.ops.planned import sampled
+
+CPU_BLOCK, BLOCK = 128, 512  # queries and keys of a tile: in the cache on a CPU, few launches elsewhere
 LOG2E = 1.4426950408889634  # scores are kept in powers of two: on CPUs exp2 is fast for every argument, exp is not
 
 
@@ -21,11 +23,17 @@ def _grouped(t: Tensor, kv_heads: int) -> Tensor:
     return t.reshape(batch, kv_heads, heads // kv_heads * n, size)
 
 
-def _key_blocks(lo: int, hi: int, tokens: int, window: int | None, causal: bool) -> Iterator[tuple[int, int]]:
+def _block(q: Tensor) -> int:
+    return CPU_BLOCK if q.device.type == "cpu" else BLOCK
+
+
+def _key_blocks(
+    lo: int, hi: int, tokens: int, window: int | None, causal: bool, step: int
+) -> Iterator[tuple[int, int]]:
     first = 0 if window is None else max(0, lo - window + 1)
     last = hi if causal else tokens
-    for start in range(first, last, BLOCK):
-        yield start, min(start + BLOCK, last)
+    for start in range(first, last, step):
+        yield start, min(start + step, last)
 
 
 def _hidden_pairs(lo: int, hi: int, start: int, stop: int, window: int | None, causal: bool,
@@ -59,13 +67,13 @@ def blockwise_forward(
     acc = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(batch, tokens, heads, size).transpose(1, 2)
     lse = q.new_empty(batch, heads, tokens, dtype=acc)
-    for lo in range(0, tokens, BLOCK):
+    for lo in sampled(range(0, tokens, BLOCK), q):
         hi = min(lo + BLOCK, tokens)
         block = _grouped(q[:, :, lo:hi], kv_heads).to(acc)
         top = block.new_full((*block.shape[:-1], 1), -torch.inf)
         total = torch.zeros_like(top)
         mixed = torch.zeros_like(block)
-        for start, stop in _key_blocks(lo, hi, tokens, window, causal):
+        for start, stop in sampled(list(_key_blocks(lo, hi, tokens, window, causal)), q):
             s = _scores(block, k[:, :, start:stop].to(acc), scale, softcap)
             hidden = _hidden_pairs(lo, hi, start, stop, window, causal, groups, q.device)
             if hidden is not None:
@@ -103,13 +111,13 @@ def blockwise_backward(
     acc = torch.promote_types(q.dtype, torch.float32)
     dq = q.new_empty(batch, tokens, heads, size).transpose(1, 2)
     dk, dv = (t.new_zeros(batch, tokens, kv_heads, size, dtype=acc).transpose(1, 2) for t in (k, v))
-    for lo in range(0, tokens, BLOCK):
+    for lo in sampled(range(0, tokens, BLOCK), q):
         hi = min(lo + BLOCK, tokens)
         block, d_block, o_block = (_grouped(t[:, :, lo:hi], kv_heads).to(acc) for t in (q, d_out, out))
         delta = (d_block * o_block).sum(-1, keepdim=True)
         level = _grouped(lse[:, :, lo:hi, None], kv_heads) * LOG2E
         d_query = torch.zeros_like(block)
-        for start, stop in _key_blocks(lo, hi, tokens, window, causal):
+        for start, stop in sampled(list(_key_blocks(lo, hi, tokens, window, causal)), q):
             keys, values = k[:, :, start:stop].to(acc), v[:, :, start:stop].to(acc)
             s = _scores(block, keys, scale, softcap)
             # d cap(s) / ds = 1 - tanh(s / cap)^2

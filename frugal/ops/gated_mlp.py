@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from frugal.ops import recompute
+from frugal.ops.planned import sampled
 from frugal.ops.projection import N_TENSORS, Projection, ProjectionGrads, Running, projection_reference, under_autocast
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -67,7 +68,7 @@ class _GatedMlp(torch.autograd.Function):
             return y
         runs = [Running(p, x.dtype, x.device, tokens) for p in projections]
         buffer = x.new_empty(min(tile, tokens), 2 * down.in_features)
-        for lo in range(0, tokens, tile):
+        for lo in sampled(range(0, tokens, tile), x):
             hi = min(lo + tile, tokens)
             gu = _gate_and_up(x[lo:hi], runs[:-1], buffer[: hi - lo])
             h = _activate(gu[:, : down.in_features], activation).mul_(gu[:, down.in_features :])
@@ -92,7 +93,7 @@ class _GatedMlp(torch.autograd.Function):
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         below = dx is not None or any(g.wants_input or g.bias is not None for g in grads[:-1])
         buffer = x.new_empty(min(tile, tokens), 2 * size)
-        for lo in range(0, tokens, tile):
+        for lo in sampled(range(0, tokens, tile), x):
             hi = min(lo + tile, tokens)
             gu = _gate_and_up(x[lo:hi], runs[:-1], buffer[: hi - lo])
             g, u = gu[:, :size], gu[:, size:]

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from frugal.ops.planned import sampled
+
 BLOCK_BYTES = 2 * 2**20  # rows worked on at a time: temporaries stay in the cache
 
 
@@ -36,7 +38,7 @@ class _RmsNorm(torch.autograd.Function):
         scale = None if weight is None else weight.to(acc) + offset
         y = torch.empty_like(x)
         rstd = x.new_empty(x.shape[0], 1, dtype=acc)
-        for lo, hi in _blocks(*x.shape):
+        for lo, hi in sampled(_blocks(*x.shape), x):
             wide = x[lo:hi].to(acc)
             norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
             rstd[lo:hi] = norm.square_().div_(x.shape[1]).add_(eps).rsqrt_()
@@ -55,7 +57,7 @@ class _RmsNorm(torch.autograd.Function):
         scale = None if weight is None else weight.to(acc) + ctx.offset
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         dw = torch.zeros_like(weight, dtype=acc) if weight is not None and ctx.needs_input_grad[1] else None
-        for lo, hi in _blocks(*x.shape):
+        for lo, hi in sampled(_blocks(*x.shape), x):
             r, g = rstd[lo:hi], dy[lo:hi].to(acc)
             normed = x[lo:hi].to(acc) * r
             if dw is not None:

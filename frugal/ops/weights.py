@@ -12,6 +12,8 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from frugal.ops.planned import sampled
+
 BLOCK_BYTES = 16 * 2**20  # dense bytes of one block of rows on a GPU: amortises the launch, far below a layer's matrix
 CPU_BLOCK_BYTES = 4 * 2**20  # on a CPU: a block stays in the cache (products of 1024-row blocks ran 10 % faster)
 
@@ -57,7 +59,9 @@ def row_blocks(weight: Weight, dtype: torch.dtype, device: torch.device) -> Iter
     step = block_rows(n_columns, dtype, device)
     if isinstance(weight, Tensor) and weight.dtype == dtype and device.type != "cpu":
         step = max(1, n_rows)
-    for start in range(0, n_rows, step):
+    like = weight if isinstance(weight, Tensor) else getattr(weight, "packed", None)
+    starts = range(0, n_rows, step)
+    for start in starts if like is None else sampled(starts, like):
         yield start, min(start + step, n_rows)
 
 

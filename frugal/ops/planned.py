@@ -1,0 +1,123 @@
+"""Operations without memory: what the planner runs in place of kernels that only a GPU has, and loops cut short.
+
+A plan for a GPU runs on fake tensors of torch's ``meta`` device (fake CUDA tensors need a CUDA build of torch), which
+takes every branch that is not the CPU's. Its attention allocates what the chosen kernels allocate: outputs, log-sum-exp
+and, in backward, the fp32 accumulators and the keys' gradients of every query head that torch's own kernels hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PlannedDevice:
+    """The kind of device that a plan is for."""
+
+    kind: str
+    """cpu or cuda."""
+    capability: tuple[int, int] | None = None
+
+
+_PLANNED: ContextVar[PlannedDevice | None] = ContextVar("frugal_planned_device", default=None)
+
+
+@contextmanager
+def planning_for(device: PlannedDevice) -> Iterator[None]:
+    """Fake tensors inside stand for tensors of ``device``."""
+    token = _PLANNED.set(device)
+    try:
+        yield
+    finally:
+        _PLANNED.reset(token)
+
+
+def planned_device() -> PlannedDevice | None:
+    """The device that is planned for, inside `planning_for`."""
+    return _PLANNED.get()
+
+
+def stands_for_cuda(tensor: Tensor) -> bool:
+    """Whether a tensor is a fake one of a GPU that is planned for."""
+    return isinstance(tensor, FakeTensor) and tensor.device.type == "meta"
+
+
+def sampled(pieces: Sequence[T], tensor: Tensor) -> Sequence[T]:
+    """The pieces that a loop has to walk over: all of them, or for fake tensors the first two and the last.
+
+    Only for loops whose pieces are alike and leave nothing behind: their peak is that of any one of them.
+    """
+    if len(pieces) <= 3 or not isinstance(tensor, FakeTensor):
+        return pieces
+    return [pieces[0], pieces[1], pieces[-1]]
+
+
+class _Attention(torch.autograd.Function):
+    """Allocations of a kernel's forward and backward; ``own``: of frugal's packed kernel, else of torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own: bool, pieces: bool) -> Tensor:
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        batch, heads, tokens, size = q.shape
+        out = q.new_empty(batch, tokens, heads, size).transpose(1, 2)
+        lse = q.new_empty(batch, heads, tokens, dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.own, ctx.pieces = own, pieces
+        return torch.empty_like(out) if pieces else out  # documents are put side by side
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (d_out,) = outputs
+        q, k, v, _, lse = ctx.saved_tensors
+        d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+        torch.empty_like(lse)  # sum(out * d_out) of each row
+        dq, dk, dv = (t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2) for t in (q, k, v))
+        if ctx.own:
+            return dq, dk, dv, None, None
+        accumulated = q.new_empty(q.shape, dtype=torch.float32)  # dq over blocks of keys
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:  # a gradient for every query head, then summed over those that share a key head
+            each = [q.new_empty(q.shape) for _ in range(2)]
+            dk, dv = (t.view(k.shape[0], k.shape[1], groups, *k.shape[2:]).sum(2) for t in each)
+            del each
+        del accumulated
+        if ctx.pieces:  # autograd adds the documents' gradients, each as large as all of q, k and v
+            for t in (dq, dk, dv):
+                torch.empty_like(t)
+        return dq, dk, dv, None, None
+
+
+def planned_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Any = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    **ignored: Any,
+) -> Tensor:
+    """Attention's allocations on the GPU that is planned for; arguments as in `frugal.ops.attention`.
+
+    The rules are those of the table of operations: torch's kernels below compute capability 8.0 and for one document
+    without window or cap, frugal's packed kernel otherwise.
+    """
+    device = planned_device()
+    old = device is not None and device.capability is not None and device.capability < (8, 0)
+    documents = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    windowed = window is not None and window < q.shape[2]
+    own = not old and (documents > 1 or windowed or softcap is not None)
+    out: Tensor = _Attention.apply(q, k, v, own, documents > q.shape[0] and not own)
+    return out
