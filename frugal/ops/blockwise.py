@@ -73,7 +73,7 @@ def blockwise_forward(
         top = block.new_full((*block.shape[:-1], 1), -torch.inf)
         total = torch.zeros_like(top)
         mixed = torch.zeros_like(block)
-        for start, stop in sampled(list(_key_blocks(lo, hi, tokens, window, causal)), q):
+        for start, stop in sampled(list(_key_blocks(lo, hi, tokens, window, causal, step)), q):
             s = _scores(block, k[:, :, start:stop].to(acc), scale, softcap)
             hidden = _hidden_pairs(lo, hi, start, stop, window, causal, groups, q.device)
             if hidden is not None:
@@ -117,7 +117,7 @@ def blockwise_backward(
         delta = (d_block * o_block).sum(-1, keepdim=True)
         level = _grouped(lse[:, :, lo:hi, None], kv_heads) * LOG2E
         d_query = torch.zeros_like(block)
-        for start, stop in sampled(list(_key_blocks(lo, hi, tokens, window, causal)), q):
+        for start, stop in sampled(list(_key_blocks(lo, hi, tokens, window, causal, step)), q):
             keys, values = k[:, :, start:stop].to(acc), v[:, :, start:stop].to(acc)
             s = _scores(block, keys, scale, softcap)
             # d cap(s) / ds = 1 - tanh(s / cap)^2
