@@ -67,8 +67,9 @@ def blockwise_forward(
     acc = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(batch, tokens, heads, size).transpose(1, 2)
     lse = q.new_empty(batch, heads, tokens, dtype=acc)
-    for lo in sampled(range(0, tokens, BLOCK), q):
-        hi = min(lo + BLOCK, tokens)
+    step = _block(q)
+    for lo in sampled(range(0, tokens, step), q):
+        hi = min(lo + step, tokens)
         block = _grouped(q[:, :, lo:hi], kv_heads).to(acc)
         top = block.new_full((*block.shape[:-1], 1), -torch.inf)
         total = torch.zeros_like(top)
@@ -111,8 +112,9 @@ def blockwise_backward(
     acc = torch.promote_types(q.dtype, torch.float32)
     dq = q.new_empty(batch, tokens, heads, size).transpose(1, 2)
     dk, dv = (t.new_zeros(batch, tokens, kv_heads, size, dtype=acc).transpose(1, 2) for t in (k, v))
-    for lo in sampled(range(0, tokens, BLOCK), q):
-        hi = min(lo + BLOCK, tokens)
+    step = _block(q)
+    for lo in sampled(range(0, tokens, step), q):
+        hi = min(lo + step, tokens)
         block, d_block, o_block = (_grouped(t[:, :, lo:hi], kv_heads).to(acc) for t in (q, d_out, out))
         delta = (d_block * o_block).sum(-1, keepdim=True)
         level = _grouped(lse[:, :, lo:hi, None], kv_heads) * LOG2E
