@@ -115,7 +115,8 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             state = restore(checkpoint, model, optimizer, device.torch_device, seed=settings.seed, say=tell)
         record.before(model, tokenizer, state.step)
 
-        handle = apply_activation_checkpointing(model, config.memory.checkpoint, scratch_dir=config.memory.scratch_dir)
+        scratch_dir = config.memory.scratch_dir or run_dir
+        handle = apply_activation_checkpointing(model, config.memory.checkpoint, scratch_dir=scratch_dir)
         cleanup.callback(handle.close)
         module = LossModule(model, chunk_tokens=config.memory.loss_chunk_tokens)
         record.implementations(loaded, module.head)
