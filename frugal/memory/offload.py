@@ -40,14 +40,30 @@ class Store(ABC):
 
 
 class FakeSlot(Slot):
-    """Stands for a tensor that was moved away while planning: only its shape is kept."""
+    """Stands for a tensor that was moved away while planning: only its shape is kept.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    ``previous``: the slot that is fetched ahead when this one is, as `HostSlot` does on a GPU.
+    """
+
+    def __init__(self, tensor: torch.Tensor, previous: weakref.ref[FakeSlot] | None = None) -> None:
         self.like = (tensor.shape, tensor.dtype, tensor.device)
+        self.previous = previous
+        self.fetched: torch.Tensor | None = None
+
+    def prefetch(self) -> None:
+        """Allocate what the copy back will fill."""
+        if self.fetched is None:
+            shape, dtype, device = self.like
+            self.fetched = torch.empty(shape, dtype=dtype, device=device)
 
     def get(self) -> torch.Tensor:
-        shape, dtype, device = self.like
-        return torch.empty(shape, dtype=dtype, device=device)
+        self.prefetch()
+        fetched, self.fetched = self.fetched, None
+        before = self.previous() if self.previous is not None else None
+        if before is not None:
+            before.prefetch()
+        assert fetched is not None
+        return fetched
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -65,10 +81,13 @@ class HostStore(Store):
         self._free: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._latest: weakref.ref[HostSlot] | None = None
+        self._latest_fake: weakref.ref[FakeSlot] | None = None
 
     def put(self, tensor: torch.Tensor) -> Slot:
-        if isinstance(tensor, FakeTensor):
-            return FakeSlot(tensor)
+        if isinstance(tensor, FakeTensor) and tensor.device.type != "cpu":
+            fake = FakeSlot(tensor, self._latest_fake)
+            self._latest_fake = weakref.ref(fake)
+            return fake
         slot = HostSlot(self, tensor, self._latest)
         self._latest = weakref.ref(slot)
         return slot

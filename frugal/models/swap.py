@@ -29,19 +29,25 @@ Candidate = nn.Module | str  # a replacement to prove, or the reason why there i
 
 
 def swap_modules(
-    model: nn.Module, *, compute_dtype: torch.dtype | None = None, mlp_tile_tokens: int | None = None
+    model: nn.Module,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    mlp_tile_tokens: int | None = None,
+    prove: bool = True,
 ) -> SwapReport:
     """Replace what can be proven equal in ``model`` (plain or wrapped by PEFT) and report on every module looked at.
 
     ``compute_dtype`` is the dtype of hidden states in training (default: float32 on CPUs, else the embedding's).
-    ``mlp_tile_tokens`` bounds a tile of the MLP; unset, by size. Running it twice changes nothing the second time.
+    ``mlp_tile_tokens`` bounds a tile of the MLP; unset, by size. ``prove=False`` is for models without memory, which
+    have no numbers to compare: what has the right structure is replaced. Running it twice changes nothing the second
+    time.
     """
     report = SwapReport()
     dtype = compute_dtype or _compute_dtype(model)
     makers: tuple[Callable[[nn.Module], Candidate | None], ...] = (
         _lora_candidate,
         lambda module: _mlp_candidate(module, mlp_tile_tokens),
-        _norm_candidate,
+        lambda module: _norm_candidate(module, prove),
         _expert_reason,
     )
     # Layers first, so that an MLP is proven over the layers it will have.
@@ -53,10 +59,12 @@ def swap_modules(
             if isinstance(candidate, str):
                 report.add(name, module, None, candidate)
                 continue
-            failure = _obstacle(name, module) or disproof(module, candidate, _width(candidate), dtype)
+            failure = _obstacle(name, module)
+            if failure is None and prove:
+                failure = disproof(module, candidate, _width(candidate), dtype)
             if failure is None:
                 model.set_submodule(name, candidate)
-                report.add(name, module, candidate, "equal on random input")
+                report.add(name, module, candidate, "equal on random input" if prove else "by structure, not proven")
             else:
                 report.add(name, module, None, failure)
     return report
@@ -99,7 +107,7 @@ def _mlp_candidate(module: nn.Module, tile_tokens: int | None) -> Candidate | No
     return FrugalGatedMLP(module, layout, _DOWN, activation, tile_tokens)
 
 
-def _norm_candidate(module: nn.Module) -> Candidate | None:
+def _norm_candidate(module: nn.Module, prove: bool) -> Candidate | None:
     eps = next((getattr(module, n) for n in _EPS_NAMES if isinstance(getattr(module, n, None), float)), None)
     own = dict(module.named_parameters(recurse=False))
     if eps is None or isinstance(module, FrugalRMSNorm | nn.LayerNorm) or list(module.children()):
@@ -108,6 +116,8 @@ def _norm_candidate(module: nn.Module) -> Candidate | None:
         return None
     if set(own) != {"weight"} or own["weight"].dim() != 1:
         return f"{type(module).__name__} has parameters {sorted(own)}: only one weight vector is known"
+    if not prove:
+        return FrugalRMSNorm(module, eps, 0.0)
     # Gemma stores weight - 1: let the module itself say which it is.
     probe = torch.linspace(-1, 1, own["weight"].shape[0], device=own["weight"].device, dtype=own["weight"].dtype)
     with torch.no_grad():

@@ -21,10 +21,10 @@ class LossModule(nn.Module):
     parallelism reduces.
     """
 
-    def __init__(self, model: nn.Module, *, chunk_tokens: int | None = None) -> None:
+    def __init__(self, model: nn.Module, *, chunk_tokens: int | None = None, prove: bool = True) -> None:
         super().__init__()
         self.model = model
-        self.head: HeadSpec = split_head(model)
+        self.head: HeadSpec = split_head(model, prove=prove)
         self._chunk_tokens = chunk_tokens
 
     def forward(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
