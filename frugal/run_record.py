@@ -20,12 +20,13 @@ from frugal.manifest import Manifest, versions
 from frugal.models.fingerprint import base_fingerprint
 from frugal.models.head import HeadSpec
 from frugal.models.source import BaseSource
+from frugal.models.tokenizer import zero_embedding_rows
 from frugal.report import write_report
 from frugal.run_steps import TrainableModel
 from frugal.save.card import adapter_card
 from frugal.train import ranks
 from frugal.train.log import TrainLog
-from frugal.train.progress import Reporter, safe_console, say
+from frugal.train.progress import Reporter, say
 from frugal.train.schedule import TrainPlan
 from frugal.train.summary import TrainResult, summary_lines
 from frugal.train.trackers import Trackers
@@ -50,7 +51,8 @@ class RunRecord:
     def __enter__(self) -> RunRecord:
         if not self.first:
             return self
-        safe_console().print(self.data.account)
+        for line in self.data.account.lines():
+            self.say(line)
         self.say(self.data.template_report.line)
         for warning in self.data.template_report.warnings:
             self.say(f"warning: {warning}")
@@ -120,9 +122,16 @@ class RunRecord:
         self.manifest.choose("activation checkpointing", self.config.memory.checkpoint)
 
     def before(self, model: Any, tokenizer: Any, step: int) -> None:
-        """Answers before training; a resumed run keeps those that its first part wrote."""
+        """Warnings about tokens the base was never trained on, and answers before training.
+
+        A resumed run keeps the answers that its first part wrote.
+        """
+        if not self.first:
+            return
+        for warning in self.data.untrained_token_warnings(tokenizer, zero_embedding_rows(model)):
+            self.say(f"warning: {warning}")
         prompts = self.config.output.sample_prompts
-        if not (prompts and self.first):
+        if not prompts:
             return
         path = self.run_dir / "samples.json"
         kept = {row["prompt"]: row["before"] for row in read_json(path)} if step and path.is_file() else {}

@@ -12,7 +12,7 @@ from torch import nn
 
 from frugal.adapters import apply_adapters
 from frugal.config import Config
-from frugal.data import PreparedData, build, choose_template
+from frugal.data import PreparedData, build
 from frugal.hardware import Device, DtypeChoice
 from frugal.models.attention import AttentionChoice, use_attention
 from frugal.models.load import load_base
@@ -67,7 +67,7 @@ def prepare_data(config: Config, tokenizer: Any, base: BaseSource) -> PreparedDa
     if not mine:
         prepare()
     if mine[0].template_report.template:
-        tokenizer.chat_template = choose_template(config.data.chat_template, tokenizer, all_alpaca=True).source
+        tokenizer.chat_template = mine[0].chat_template
     return mine[0]
 
 

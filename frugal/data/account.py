@@ -15,6 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 
+_SHORT = {
+    "rows_out": "rows",
+    "packed_rows": "packed rows",
+    "tokens_out": "tokens",
+    "tokens_trained": "trained",
+    "rows_truncated": "rows truncated",
+}
+"""Figures of the short form, and what they are called there."""
+
+
 @dataclass(slots=True)
 class SourceCount:
     """Rows of one source, as far as reading and mixing go."""
@@ -116,6 +126,22 @@ class Account:
             notes=list(value["notes"]),
             figures={part: dict(counts) for part, counts in value["figures"].items()},
         )
+
+    def lines(self) -> list[str]:
+        """The account in a few plain lines, for a run's screen and log file; the tables say more."""
+        lines: list[str] = []
+        for part in dict.fromkeys([*(source.part for source in self.sources), *self.figures]):
+            mine = [source for source in self.sources if source.part == part]
+            counts = self.figures.get(part, {})
+            told = [f"{source.rows_read:,} rows of {source.path} ({source.format or '?'})" for source in mine]
+            held_out = sum(source.rows_held_out for source in mine)
+            told += [f"{held_out:,} held out"] if held_out else []
+            out = [f"{counts[name]:,} {words}" for name, words in _SHORT.items() if name in counts]
+            lines.append(f"{part}: {', '.join(told)}{' -> ' if told else ''}{', '.join(out)}")
+        for drop in self.drops:
+            detail = f" ({drop.detail})" if drop.detail else ""
+            lines.append(f"left out of {drop.part}: {drop.rows:,} rows: {drop.reason}{detail}; first: {drop.first}")
+        return lines + [f"note: {note}" for note in self.notes]
 
     def __rich__(self) -> RenderableType:
         """Tables for the terminal; texts are shown as they are, never read as rich markup."""

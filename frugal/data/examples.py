@@ -20,6 +20,7 @@ from frugal.data.account import Account, SourceCount
 from frugal.data.faults import BadRow, RawRow, RowFault
 from frugal.data.formats import apply_columns, check_columns, convert, detect_format, wrong_format_advice
 from frugal.data.read import read_rows
+from frugal.data.split import content_key
 from frugal.data.types import Example
 from frugal.errors import DataError
 
@@ -189,15 +190,25 @@ def _see_placeholders(example: Example, found: dict[str, tuple[int, str]]) -> No
 
 
 def _hold_out(loaded: list[_Loaded], eval_split: float, seed: int) -> list[Example]:
-    """Move a part of the rows, drawn over all sources alike, out of ``loaded``; in the order of the sources."""
+    """Move a part of the rows, drawn over all sources alike, out of ``loaded``; in the order of the sources.
+
+    Copies of a row go together, so that none is on both sides.
+    """
     total = sum(len(part.examples) for part in loaded)
     wanted = int(eval_split) if eval_split >= 1 else max(1, round(total * eval_split))
     if wanted >= total:
         raise DataError(
             f"data.eval_split: {eval_split:g} holds out {wanted:,} of {total:,} rows, which leaves none to train on."
         )
-    places = [(index, row) for index, part in enumerate(loaded) for row in range(len(part.examples))]
-    drawn = set(_draw(places, wanted, seed, "held out"))
+    groups: dict[bytes, list[tuple[int, int]]] = {}
+    for index, part in enumerate(loaded):
+        for row, example in enumerate(part.examples):
+            groups.setdefault(content_key(example), []).append((index, row))
+    if len(groups) == 1:
+        raise DataError(
+            f"data.eval_split: all {total:,} rows are the same; there is nothing to hold out and to train on."
+        )
+    drawn = _draw_groups(groups, wanted, seed)
     held_out: list[Example] = []
     for index, part in enumerate(loaded):
         kept: list[Example] = []
@@ -224,6 +235,20 @@ def _mix(loaded: list[_Loaded], seed: int) -> list[Example]:
         part.count.rows_taken = len(taken)
         mixed += taken
     return mixed
+
+
+def _draw_groups(groups: dict[bytes, list[tuple[int, int]]], wanted: int, seed: int) -> set[tuple[int, int]]:
+    """Places of whole groups, in the order of their hash with the seed, as many as fit into ``wanted``; at least one."""
+
+    def key(content: bytes) -> bytes:
+        return hashlib.blake2b(f"held out/{seed}/".encode() + content, digest_size=8).digest()
+
+    order = sorted(groups, key=lambda content: (key(content), content))
+    drawn: set[tuple[int, int]] = set()
+    for content in order:
+        if len(drawn) + len(groups[content]) <= wanted:
+            drawn.update(groups[content])
+    return drawn or set(min((groups[content] for content in order), key=len))
 
 
 def _draw(places: list[tuple[int, int]], wanted: int, seed: int, purpose: str) -> list[tuple[int, int]]:

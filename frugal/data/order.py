@@ -9,6 +9,8 @@ import numpy as np
 
 _MEGA_BATCH = 50
 """Steps whose rows are sorted by length together. More: less padding; fewer: more random."""
+_JITTER = 0.1
+"""Lengths are sorted as if up to this part longer, so that neighbours change from epoch to epoch."""
 
 
 def step_batches(
@@ -18,7 +20,8 @@ def step_batches(
 
     Every row comes once an epoch. All steps have ``global_batch`` rows, only the last one may have fewer. With
     ``group_by_length`` rows of like length share a step: shuffled rows are cut into spans of 50 steps, each span is
-    sorted by length, and the order of the steps is shuffled again.
+    sorted by length (give or take a tenth, else small data would have the same steps in every epoch), and the order of
+    the steps is shuffled again.
 
     Args:
         lengths: int [rows], tokens of each row; looked at only with ``group_by_length``.
@@ -37,7 +40,7 @@ def step_batches(
     order = random.permutation(rows).astype(np.int64)
     if group_by_length:
         span = _MEGA_BATCH * global_batch
-        sizes = np.asarray(lengths)
+        sizes = np.asarray(lengths) * (1 + _JITTER * random.random(rows))
         parts = [order[at : at + span] for at in range(0, rows, span)]
         order = np.concatenate([part[np.argsort(-sizes[part], kind="stable")] for part in parts] or [order])
     steps = [order[at : at + global_batch] for at in range(0, rows, global_batch)]

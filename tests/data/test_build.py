@@ -60,9 +60,15 @@ def test_held_out_rows_are_never_trained_not_even_as_copies(tmp_path: Path) -> N
         held_out = {row.input_ids.tobytes() for row in data.eval}
         trained = [row.input_ids.tobytes() for row in data.train]
         assert not held_out & set(trained)
-        assert len(trained) == 60 - 3 * len(held_out)
-        (drop,) = [drop for drop in data.account.drops if "held out" in drop.reason]
-        assert drop.rows + len(trained) + 6 == 60
+        assert len(held_out) == 2  # copies go together, so nothing is lost
+        assert len(trained) == 54
+        assert not data.account.drops
+    other = write_rows(
+        tmp_path / "eval.jsonl", [{"prompt": "p3", "completion": "c"}, {"prompt": "new", "completion": "c"}]
+    )
+    apart = build(section(path, eval=[{"path": str(other)}]), byte_tokenizer(), seed=0, vocab_size=300)
+    assert len(apart.train) == 57
+    assert [(drop.reason, drop.rows) for drop in apart.account.drops] == [("the same row is held out", 3)]
     again = build(section(path, eval_split=0.1), byte_tokenizer(), seed=4, vocab_size=300)
     assert again.eval is not None
     assert again.eval.input_ids.tolist() == data.eval.input_ids.tolist()

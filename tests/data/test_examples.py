@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from frugal.config.models import DataSection, SourceSection
-from frugal.data.account import Account
+from frugal.data.account import Account, SourceCount
 from frugal.data.examples import load_examples, load_train_eval
 from frugal.errors import DataError
 
@@ -165,3 +165,18 @@ def test_shapes_of_other_tools_files(tmp_path: Path) -> None:
         examples, account = load_examples([SourceSection(path=str(path))], on_bad_row="error", seed=0)
         assert len(examples) == 3
         assert account.sources[0].format == name
+
+
+def test_the_account_in_plain_lines() -> None:
+    account = Account()
+    account.sources.append(SourceCount("a.jsonl", "train", "messages", rows_read=1200, rows_held_out=20))
+    account.drop("nothing to train", "a.jsonl:7", rows=3)
+    account.set("train", rows_out=1177, tokens_out=50_000, tokens_trained=20_000)
+    account.set("eval", rows_out=20)
+    account.note("mind this")
+    assert account.lines() == [
+        "train: 1,200 rows of a.jsonl (messages), 20 held out -> 1,177 rows, 50,000 tokens, 20,000 trained",
+        "eval: 20 rows",
+        "left out of train: 3 rows: nothing to train; first: a.jsonl:7",
+        "note: mind this",
+    ]

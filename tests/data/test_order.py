@@ -36,6 +36,13 @@ def test_seed_and_epoch_change_the_order() -> None:
     assert len({tuple(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1, 2)}) == 6
 
 
+def test_steps_are_mixed_anew_each_epoch_when_every_length_differs() -> None:
+    lengths = np.arange(100, 180)
+    steps = [step_batches(lengths, seed=1, epoch=e, global_batch=8, group_by_length=True) for e in (0, 1)]
+    first, second = ({frozenset(step.tolist()) for step in epoch} for epoch in steps)
+    assert not first & second
+
+
 def test_lengths_matter_only_when_grouping() -> None:
     lengths = np.random.default_rng(1).integers(1, 500, 100)
     plain = step_batches(lengths, seed=1, epoch=0, global_batch=8, group_by_length=False)
