@@ -14,7 +14,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-
 _SHORT = {
     "rows_out": "rows",
     "packed_rows": "packed rows",

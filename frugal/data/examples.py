@@ -238,7 +238,7 @@ def _mix(loaded: list[_Loaded], seed: int) -> list[Example]:
 
 
 def _draw_groups(groups: dict[bytes, list[tuple[int, int]]], wanted: int, seed: int) -> set[tuple[int, int]]:
-    """Places of whole groups, in the order of their hash with the seed, as many as fit into ``wanted``; at least one."""
+    """Places of whole groups, in the order of their hash with the seed, as many as fit; at least one."""
 
     def key(content: bytes) -> bytes:
         return hashlib.blake2b(f"held out/{seed}/".encode() + content, digest_size=8).digest()
