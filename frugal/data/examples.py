@@ -248,7 +248,7 @@ def _draw_groups(groups: dict[bytes, list[tuple[int, int]]], wanted: int, seed: 
     for content in order:
         if len(drawn) + len(groups[content]) <= wanted:
             drawn.update(groups[content])
-    return drawn or set(min((groups[content] for content in order), key=len))
+    return drawn or set(groups[min(order, key=lambda content: len(groups[content]))])
 
 
 def _draw(places: list[tuple[int, int]], wanted: int, seed: int, purpose: str) -> list[tuple[int, int]]:
