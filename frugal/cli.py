@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import io
-import logging
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -208,6 +208,21 @@ def merge(
         trust_remote_code=trust_remote_code,
     )
     print("\n".join(report.lines()))
+
+
+@app.command()
+@handled
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Look at this machine: what each operation uses and why, and whether its numbers are right."""
+    if as_json:
+        found = imported("frugal.doctor", "examine")()
+        print(json.dumps(found.to_json(), indent=2, ensure_ascii=False))
+    else:
+        found = imported("frugal.doctor", "doctor")(imported("frugal.train.progress", "safe_console")())
+    if not found.passed:
+        raise typer.Exit(1)
 
 
 @app.command()

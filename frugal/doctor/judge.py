@@ -1,0 +1,81 @@
+"""When a number is right: measured against float64, an implementation may err as much as the plain computation does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Values = Sequence[Tensor]
+_ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+SLACK = {torch.float16: 8.0, torch.bfloat16: 8.0, torch.float32: 64.0}  # roundings of the result besides
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison that was run on this machine."""
+
+    op: str
+    implementation: str
+    what: str
+    passed: bool
+    error: float | None
+    """Largest error of all results, as a part of what is allowed: right up to 1. None: it failed to run."""
+    seconds: float
+    where: str
+    """"run on this GPU" or "run on this CPU"."""
+    message: str = ""
+    """What it raised."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def share_of_allowed(got: Tensor, exact: Tensor, naive: Tensor) -> float:
+    """Largest error of ``got`` against ``exact`` (float64), divided by the error allowed there; infinite for NaN.
+
+    Allowed is one and a half times the largest error of ``naive`` (plain torch, same inputs and dtype) plus a few
+    roundings of the value, or of a typical one where terms cancel.
+    """
+    if got.shape != exact.shape or not torch.isfinite(got).all():
+        return float("inf")
+    got, naive = got.detach(), naive.detach()
+    rounding = SLACK[got.dtype] * _ROUNDING[got.dtype]
+    error, plain = (got.double() - exact).abs(), (naive.double() - exact).abs()
+    allowed = (
+        1.5 * plain.max() + rounding * torch.maximum(exact.abs(), exact.abs().mean()) + torch.finfo(torch.float64).tiny
+    )
+    return float((error / allowed).max())
+
+
+def judged(
+    op: str, implementation: str, what: str, where: str, device: torch.device, compute: Callable[[], float]
+) -> Check:
+    """Run ``compute``, which returns a share of the allowed error, and time it. Whatever it raises is a finding."""
+    start = time.perf_counter()
+    try:
+        error = compute()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as failure:
+        text = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+        return Check(op, implementation, what, False, None, time.perf_counter() - start, where, text[:300])
+    return Check(op, implementation, what, error <= 1.0, error, time.perf_counter() - start, where)
+
+
+def worst(got: Values, exact: Values, naive: Values) -> float:
+    """The largest `share_of_allowed` of several results."""
+    return max(share_of_allowed(g, e, n) for g, e, n in zip(got, exact, naive, strict=True))
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: Values, grad: Tensor | None = None) -> list[Tensor]:
+    """The result of ``function`` and the gradients of its inputs under the upstream ``grad`` (None: ones)."""
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    out = function(*leaves)
+    upstream = torch.ones_like(out) if grad is None else grad.to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]

@@ -1,0 +1,55 @@
+"""The checks of `frugal doctor` that only a GPU runs: here interpreted, right kernels pass and wrong ones do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from frugal.doctor import kernel_checks
+from tests.kernels.support import checked
+
+CPU = torch.device("cpu")
+
+
+def run(dtype: torch.dtype) -> dict[str, tuple[bool, str]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    with checked():
+        found = kernel_checks.kernel_checks(CPU, dtype, random, "interpreted")
+    return {check.op: (check.passed, check.message) for check in found}
+
+
+@pytest.fixture(autouse=True)
+def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_checks, "no_triton", lambda target, dtype: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_right_kernels_pass(dtype: torch.dtype) -> None:
+    found = run(dtype)
+    assert set(found) == {f"kernels.{n}" for n in ("nf4", "rms_norm", "rope", "gated", "cross_entropy")}
+    assert all(passed for passed, _ in found.values()), found
+
+
+def test_wrong_kernels_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from frugal.kernels import gated, rope
+
+    true_gated, true_rope = gated.gated, rope.rope_
+    monkeypatch.setattr(gated, "gated", lambda g, u, out: true_gated(g, u, out).mul_(1.01))
+    monkeypatch.setattr(rope, "rope_", lambda q, k, cos, sin: true_rope(q, k, cos, -sin))
+
+    def fails(*args: object, **options: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    from frugal.kernels import cross_entropy
+
+    monkeypatch.setattr(cross_entropy, "cross_entropy_", fails)
+    found = run(torch.float32)
+    assert not found["kernels.gated"][0]
+    assert not found["kernels.rope"][0]
+    assert found["kernels.cross_entropy"] == (False, "RuntimeError: no kernel image is available")
+    assert found["kernels.rms_norm"][0]
