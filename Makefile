@@ -15,12 +15,14 @@ RUN := runs/quickstart
 # make quickstart OVERRIDES="train.max_steps=10": keys of configs/quickstart.yaml to change.
 OVERRIDES ?=
 
-.PHONY: help setup quickstart test check docs clean FORCE
+.PHONY: help setup quickstart test mutants kernels check docs clean FORCE
 
 help:
 	@echo "make quickstart  set up, fetch a small model and data, train into $(RUN), show answers before and after"
 	@echo "make test        run the tests"
 	@echo "make check       lint, types, layers"
+	@echo "make mutants     plant faults in the kernels and see the tests catch each (20 minutes)"
+	@echo "make kernels     compile every kernel for every GPU generation, count its traffic (30 minutes, no GPU)"
 	@echo "make setup       only the environment, $(VENV)"
 	@echo "make docs        write docs/config.md anew"
 	@echo "make clean       remove the environment and caches; runs/ stays"
@@ -55,6 +57,13 @@ quickstart: setup
 
 test: setup
 	OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS)
+
+mutants: setup
+	$(BIN)/python tests/kernels/mutants.py
+
+kernels: setup
+	$(BIN)/python benchmarks/kernels_aot.py --json benchmarks/results/kernels_aot.json
+	$(BIN)/python benchmarks/kernels_traffic.py --json benchmarks/results/kernels_traffic.json --csv benchmarks/results/kernels_traffic.csv
 
 check: setup
 	$(BIN)/ruff check .

@@ -114,10 +114,9 @@ def main() -> int:
             content["rows"] = list(rows.values())
             lines = ",\n  ".join(json.dumps(r) for r in content["rows"])
             wide = ",\n  ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in content["widths"].items())
-            options.json.write_text(
-                f'{{\n "triton": "{triton.__version__}",\n "rows": [\n  {lines}\n ],\n "widths": {{\n  {wide}\n }}\n}}\n',
-                encoding="utf-8",
-            )
+            text = f'{{\n "triton": "{triton.__version__}",\n "rows": [\n  {lines}\n ],\n'
+            text += f' "widths": {{\n  {wide}\n }}\n}}\n'
+            options.json.write_text(text, encoding="utf-8")
     print("\n".join(["", *wrong, f"{len(rows)} rows, {len(wrong)} wrong"]))
     return 1 if wrong else 0
 

@@ -2,6 +2,7 @@
 
     python benchmarks/kernels_sweep.py            # all kernels and targets: about a quarter of an hour on one core
     python benchmarks/kernels_sweep.py gated      # only kernels whose name begins so; other rows stay
+    python benchmarks/kernels_sweep.py --targets 75,86,90 rope
 
 No GPU is needed and nothing is timed. A candidate with spills or too much shared memory is out. Of the others the one
 wins that keeps most bytes of loads under way on a multiprocessor (up to 32 KiB, which covers the latency of every card
@@ -94,7 +95,10 @@ def write(path: Path, key: str, rows: dict[str, Tile]) -> None:
     path.write_text("\n".join([*lines, "}"]) + "\n", encoding="utf-8")
 
 
-def main(prefixes: list[str]) -> None:
+def main(arguments: list[str]) -> None:
+    targets, prefixes = TARGETS, arguments
+    if arguments[:1] == ["--targets"]:
+        targets, prefixes = tuple(int(t) for t in arguments[1].split(",")), arguments[2:]
     for kernel in SPACE:
         if prefixes and not any(kernel.startswith(p) for p in prefixes):
             continue
@@ -102,7 +106,7 @@ def main(prefixes: list[str]) -> None:
             key = f"{kernel}/{8 * dtype.itemsize}"
             # Emulated bf16 says nothing about sm_75: there the 16-bit dtype is fp16.
             chosen = {t: best(kernel, torch.float16 if t == 75 and dtype == torch.bfloat16 else dtype, t)
-                      for t in TARGETS}  # fmt: skip
+                      for t in targets}  # fmt: skip
             tiles = list(chosen.values())
             default = max(tiles, key=tiles.count)
             TILES[key] = {"default": default, **{f"sm_{t}": v for t, v in chosen.items() if v != default}}

@@ -59,7 +59,7 @@ def measure(kernel: str, dtype: str, sample: int = 2) -> Traffic:
         chosen = [every * i // sample for i in range(sample)]
         return [(i % grid[0], i // grid[0] % grid[1], i // (grid[0] * grid[1])) for i in chosen]
 
-    with checked(programs=some, poison=False, resident=case.resident) as report:
+    with checked(programs=some, poison=False, races=False, resident=case.resident) as report:
         launch.run()
     total = 1
     for size in launch.grid:

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from frugal.kernels import MAX_NORM_COLUMNS
 from frugal.kernels.launch import Launch, cdiv, next_power_of_2
 from frugal.kernels.tiles import tile
 
-MAX_COLUMNS = 32768  # a row lives in registers
 _PROGRAMS = 512  # about what fills a GPU: fewer rows a program below that
 _PARTIAL_SUMS = 256  # rows of partial sums of the weight's gradient, which are written and read again
 
@@ -72,8 +72,8 @@ def rms_norm_backward_kernel(
 def _shape(kernel: str, x: Tensor, fill: int, target: str | None) -> tuple[int, dict[str, int], dict[str, int]]:
     """(programs, constants, options) for ``x`` [rows, columns], with about ``fill`` programs if there are the rows."""
     rows, columns = x.shape
-    if columns > MAX_COLUMNS:
-        raise ValueError(f"rms_norm: rows of at most {MAX_COLUMNS} columns, got {columns}")
+    if columns > MAX_NORM_COLUMNS:
+        raise ValueError(f"rms_norm: rows of at most {MAX_NORM_COLUMNS} columns, got {columns}")
     if x.stride(1) != 1 and columns > 1:
         raise ValueError("rms_norm: columns must lie side by side")
     sizes = tile(kernel, x.dtype, x.device, target)

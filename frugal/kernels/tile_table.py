@@ -1,22 +1,63 @@
 """Written by benchmarks/kernels_sweep.py; change candidates there."""
 
 TILES: dict[str, dict[str, dict[str, int]]] = {
-    "nf4_dequantize/16": {"default": {"BLOCKS": 64, "num_warps": 4}},
-    "nf4_dequantize/32": {"default": {"BLOCKS": 64, "num_warps": 4}},
-    "nf4_lora/16": {"default": {"BM": 32, "BN": 128, "BK": 16, "num_warps": 4}},
-    "nf4_lora/32": {"default": {"BM": 32, "BN": 64, "BK": 16, "num_warps": 4}},
-    "rms_norm/16": {"default": {"TILE": 2048, "num_warps": 4}},
-    "rms_norm/32": {"default": {"TILE": 2048, "num_warps": 4}},
-    "rms_norm_backward/16": {"default": {"TILE": 2048, "num_warps": 4}},
-    "rms_norm_backward/32": {"default": {"TILE": 2048, "num_warps": 4}},
-    "rope/16": {"default": {"TILE": 2048, "num_warps": 4}},
-    "rope/32": {"default": {"TILE": 2048, "num_warps": 4}},
-    "gated/16": {"default": {"BLOCK": 1024, "num_warps": 4}},
-    "gated/32": {"default": {"BLOCK": 1024, "num_warps": 4}},
-    "gated_backward/16": {"default": {"BLOCK": 1024, "num_warps": 4}},
-    "gated_backward/32": {"default": {"BLOCK": 1024, "num_warps": 4}},
-    "cross_entropy/16": {"default": {"BLOCK": 4096, "ONE_READ": 32768, "num_warps": 8}},
-    "cross_entropy/32": {"default": {"BLOCK": 4096, "ONE_READ": 16384, "num_warps": 8}},
-    "adam8bit/16": {"default": {"BLOCKS": 4, "num_warps": 4}},
-    "adam8bit/32": {"default": {"BLOCKS": 4, "num_warps": 4}},
+    "nf4_dequantize/16": {
+        "default": {"BLOCKS": 64, "num_warps": 4},
+        "sm_80": {"BLOCKS": 128, "num_warps": 4},
+    },
+    "nf4_dequantize/32": {
+        "default": {"BLOCKS": 64, "num_warps": 4},
+        "sm_80": {"BLOCKS": 128, "num_warps": 4},
+    },
+    "nf4_lora/16": {
+        "default": {"BM": 32, "BN": 128, "BK": 16, "num_warps": 4},
+        "sm_75": {"BM": 16, "BN": 128, "BK": 16, "num_warps": 4},
+    },
+    "nf4_lora/32": {
+        "default": {"BM": 16, "BN": 128, "BK": 16, "num_warps": 4},
+    },
+    "rms_norm/16": {
+        "default": {"TILE": 2048, "num_warps": 4},
+    },
+    "rms_norm/32": {
+        "default": {"TILE": 2048, "num_warps": 4},
+    },
+    "rms_norm_backward/16": {
+        "default": {"TILE": 2048, "num_warps": 4},
+    },
+    "rms_norm_backward/32": {
+        "default": {"TILE": 2048, "num_warps": 4},
+    },
+    "rope/16": {
+        "default": {"TILE": 2048, "num_warps": 4},
+    },
+    "rope/32": {
+        "default": {"TILE": 1024, "num_warps": 2},
+        "sm_75": {"TILE": 2048, "num_warps": 4},
+    },
+    "gated/16": {
+        "default": {"BLOCK": 2048, "num_warps": 4},
+    },
+    "gated/32": {
+        "default": {"BLOCK": 2048, "num_warps": 4},
+    },
+    "gated_backward/16": {
+        "default": {"BLOCK": 1024, "num_warps": 4},
+    },
+    "gated_backward/32": {
+        "default": {"BLOCK": 1024, "num_warps": 4},
+    },
+    "cross_entropy/16": {
+        "default": {"BLOCK": 4096, "ONE_READ": 32768, "num_warps": 8},
+        "sm_75": {"BLOCK": 8192, "ONE_READ": 32768, "num_warps": 8},
+    },
+    "cross_entropy/32": {
+        "default": {"BLOCK": 4096, "ONE_READ": 16384, "num_warps": 8},
+    },
+    "adam8bit/16": {
+        "default": {"BLOCKS": 4, "num_warps": 4},
+    },
+    "adam8bit/32": {
+        "default": {"BLOCKS": 4, "num_warps": 4},
+    },
 }

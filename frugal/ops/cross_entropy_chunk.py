@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from frugal.ops.kernel_forms import kernels, takes_kernel
 from frugal.ops.weights import Weight, matmul_add_, matmul_t, rows
 
 LOG2E = 1.4426950408889634  # exp2 is fast for every argument on CPUs; exp takes 20 times longer near underflow
@@ -27,6 +28,7 @@ class Options:
     lora_scale: float
     chunk_tokens: int
     chunk_vocab: int
+    implementation: str | None = None
 
 
 @dataclass
@@ -50,6 +52,23 @@ class Chunk:
     def __init__(self, parts: Parts, grads: Grads, options: Options) -> None:
         self.parts, self.grads, self.options = parts, grads, options
         self.acc = torch.promote_types(parts.hidden.dtype, torch.float32)
+        # What is added to logits, and products of gradients that are kept in fp32, need fp32 logits.
+        plain = parts.bias is None and parts.u is None and grads.weight is None
+        whole = options.chunk_vocab >= int(parts.weight.shape[0])
+        self.fused = plain and whole and takes_kernel("linear_cross_entropy", parts.hidden, options.implementation)
+        """Logits stay in the hidden states' dtype and become their gradients in one launch."""
+
+    def run_fused(self, h: Tensor, y: Tensor, w: Tensor | None, buffer: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """`run` by the Triton kernel: loss of each token and the gradient of h."""
+        o = self.options
+        logits = matmul_t(h, self.parts.weight, buffer)
+        loss: Tensor = kernels("cross_entropy").cross_entropy_(
+            logits, y, scale=o.logit_scale, softcap=o.softcap, ignore_index=o.ignore_index,
+            label_smoothing=o.label_smoothing, z_loss=o.z_loss, token_weights=w, gradient=self.grads.wanted,
+        )  # fmt: skip
+        if self.grads.hidden is None:
+            return loss, None
+        return loss, matmul_add_(torch.zeros_like(h), logits, self.parts.weight)
 
     def logits(self, h: Tensor, u: Tensor | None, lo: int, hi: int, buffer: Tensor | None) -> Tensor:
         """z before the soft cap for vocabulary rows lo..hi: [chunk, hi - lo], fp32 (fp64 for fp64 input)."""
@@ -97,6 +116,8 @@ class Chunk:
             buffer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """Loss of each token [chunk] and, if asked for, the gradients of h and u in fp32."""
         p, g, o, acc = self.parts, self.grads, self.options, self.acc
+        if self.fused:
+            return (*self.run_fused(h, y, w, buffer), None)
         vocab = int(p.weight.shape[0])
         blocks = list(ranges(vocab, o.chunk_vocab))
         whole = len(blocks) == 1

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from frugal.ops import recompute
+from frugal.ops.kernel_forms import kernels, takes_kernel
 from frugal.ops.planned import sampled
 from frugal.ops.projection import N_TENSORS, Projection, ProjectionGrads, Running, projection_reference, under_autocast
 
@@ -58,9 +59,9 @@ def tile_tokens_for(tokens: int, intermediate_size: int, itemsize: int) -> int:
 class _GatedMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, projections: tuple[Projection, ...], activation: Activation, tile: int,
-                skip: bool, *tensors: Tensor | None) -> Tensor:  # fmt: skip
+                skip: bool, fused: bool, *tensors: Tensor | None) -> Tensor:  # fmt: skip
         ctx.projections = tuple(p.frozen() for p in projections)
-        ctx.activation, ctx.tile = activation, tile
+        ctx.activation, ctx.tile, ctx.fused = activation, tile, fused
         ctx.save_for_backward(x, *tensors)
         tokens, down = x.shape[0], projections[-1]
         y = x.new_empty(tokens, down.out_features)
@@ -71,7 +72,8 @@ class _GatedMlp(torch.autograd.Function):
         for lo in sampled(range(0, tokens, tile), x):
             hi = min(lo + tile, tokens)
             gu = _gate_and_up(x[lo:hi], runs[:-1], buffer[: hi - lo])
-            h = _activate(gu[:, : down.in_features], activation).mul_(gu[:, down.in_features :])
+            g, u = gu[:, : down.in_features], gu[:, down.in_features :]
+            h = kernels("gated").gated(g, u, u, activation) if fused else _activate(g, activation).mul_(u)
             runs[-1].forward(h, y[lo:hi])
         return y
 
@@ -83,7 +85,7 @@ class _GatedMlp(torch.autograd.Function):
         projections = tuple(
             p.rebuilt(tuple(tensors[i * N_TENSORS : (i + 1) * N_TENSORS])) for i, p in enumerate(ctx.projections)
         )
-        needs = ctx.needs_input_grad[5:]
+        needs = ctx.needs_input_grad[6:]
         grads = [
             ProjectionGrads.zeros(p, needs[i * N_TENSORS : (i + 1) * N_TENSORS]) for i, p in enumerate(projections)
         ]
@@ -97,16 +99,23 @@ class _GatedMlp(torch.autograd.Function):
             hi = min(lo + tile, tokens)
             gu = _gate_and_up(x[lo:hi], runs[:-1], buffer[: hi - lo])
             g, u = gu[:, :size], gu[:, size:]
-            a = _activate(g, ctx.activation)
-            h = a * u if grads[-1].wants_input else None
-            runs[-1].own_grads(h, dy[lo:hi], grads[-1])
+            h = g.new_empty(g.shape)
+            if not ctx.fused:
+                a = _activate(g, ctx.activation)
+            if grads[-1].wants_input:
+                h = kernels("gated").gated(g, u, h, ctx.activation) if ctx.fused else torch.mul(a, u, out=h)
+            runs[-1].own_grads(h if grads[-1].wants_input else None, dy[lo:hi], grads[-1])
             if not below:
                 continue
-            dh = runs[-1].input_grad(dy[lo:hi], torch.empty_like(a) if h is None else h, True)
-            a.mul_(dh)  # the gradient of up's output
-            _activation_grad_(dh.mul_(u), g, ctx.activation)
-            u.copy_(a)
-            del a, h, dh
+            dh = runs[-1].input_grad(dy[lo:hi], h, True)
+            if ctx.fused:
+                kernels("gated").gated_backward_(dh, g, u, ctx.activation)
+            else:
+                a.mul_(dh)  # the gradient of up's output
+                _activation_grad_(dh.mul_(u), g, ctx.activation)
+                u.copy_(a)
+                del a
+            del h, dh
             row = 0
             for run, grad in zip(runs[:-1], grads[:-1], strict=True):
                 d_out = gu[:, row : row + run.p.out_features]
@@ -115,7 +124,7 @@ class _GatedMlp(torch.autograd.Function):
                     run.input_grad(d_out, dx[lo:hi], row == 0)
                 row += run.p.out_features
         found = [g for p, grad in zip(projections, grads, strict=True) for g in grad.like(p)]
-        return (dx, None, None, None, None, *found)
+        return (dx, None, None, None, None, None, *found)
 
 
 def _gate_and_up(x: Tensor, runs: list[Running], out: Tensor) -> Tensor:
@@ -134,6 +143,7 @@ def gated_mlp(
     *,
     activation: Activation = "silu",
     tile_tokens: int | None = None,
+    implementation: str | None = None,
 ) -> Tensor:
     """down(act(gate(x)) * up(x)) for x [..., hidden_size].
 
@@ -154,6 +164,7 @@ def gated_mlp(
     with quiet:
         y: Tensor = _GatedMlp.apply(
             flat, projections, activation, tile, ticket is not None and ticket.skip,
+            takes_kernel("gated_mlp", flat, implementation),
             *(t for p in projections for t in p.tensors()),
         )  # fmt: skip
     if ticket is not None:

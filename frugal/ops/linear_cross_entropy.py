@@ -89,7 +89,8 @@ def _walk(parts: Parts, labels: Tensor, weights: Tensor | None, grads: Grads, op
     chunk = Chunk(parts, grads, options)
     step = options.chunk_tokens
     whole_vocab = options.chunk_vocab >= vocab
-    buffer = hidden.new_empty(min(step, n_kept), vocab, dtype=acc) if whole_vocab and n_kept else None
+    dtype = hidden.dtype if chunk.fused else acc
+    buffer = hidden.new_empty(min(step, n_kept), vocab, dtype=dtype) if whole_vocab and n_kept else None
     for lo, hi in sampled(ranges(n_kept, step), hidden):
         index: Any = slice(lo, hi) if picked is None else picked[lo:hi]
         h, y = hidden[index], labels[index]
@@ -177,6 +178,7 @@ def linear_cross_entropy(
     chunk_vocab: int | None = None,
     reduction: Reduction = "sum",
     count: Tensor | float | None = None,
+    implementation: str | None = None,
 ) -> Tensor:
     """Cross-entropy of ``hidden [tokens, hidden_size]`` times head ``weight [vocab, hidden_size]``.
 
@@ -208,8 +210,9 @@ def linear_cross_entropy(
         acc = torch.promote_types(hidden.dtype, torch.float32)
         u = F.linear((hidden if lora_input is None else lora_input).to(acc), a.to(acc))
     options = Options(
-        ignore_index, logit_scale, softcap, label_smoothing, z_loss, scale, max(1, chunk_tokens), max(1, chunk_vocab)
-    )
+        ignore_index, logit_scale, softcap, label_smoothing, z_loss, scale, max(1, chunk_tokens), max(1, chunk_vocab),
+        implementation,
+    )  # fmt: skip
     loss: Tensor = _LinearCrossEntropy.apply(
         hidden, dense, weight if dense is None else None, labels, bias, u, b, token_weights, options,
         reduction == "none",

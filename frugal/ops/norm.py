@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from frugal.kernels import MAX_NORM_COLUMNS
+from frugal.ops.kernel_forms import RmsNorm, takes_kernel
 from frugal.ops.planned import sampled
 
 BLOCK_BYTES = 2 * 2**20  # rows worked on at a time: temporaries stay in the cache
@@ -70,13 +72,18 @@ class _RmsNorm(torch.autograd.Function):
         return dx, None if dw is None or weight is None else dw.to(weight.dtype), None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0, implementation: str | None = None
+) -> Tensor:
     """RMSNorm over the last axis of x [..., hidden_size] in x's dtype (Zhang and Sennrich 2019).
 
     ``weight`` [hidden_size] or None; ``offset`` 1 where the family stores weight - 1 (Gemma).
     """
     flat = x.reshape(-1, x.shape[-1])
-    y: Tensor = _RmsNorm.apply(flat, weight, eps, offset)
+    if flat.shape[1] <= MAX_NORM_COLUMNS and takes_kernel("rms_norm", flat, implementation):
+        y: Tensor = RmsNorm.apply(flat, weight, eps, offset)
+    else:
+        y = _RmsNorm.apply(flat, weight, eps, offset)
     return y.view(x.shape)
 
 

@@ -21,7 +21,7 @@ from frugal.ops.attention_choice import (
     triton_refusal,
     triton_yields,
 )
-from frugal.ops.target import Target, target_of
+from frugal.ops.target import Target, no_triton, target_of
 
 Facts = Mapping[str, Any]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -68,8 +68,16 @@ def _no_kernel_yet(facts: Facts) -> str | None:
     return "no Triton kernel in this version"
 
 
-def _triton(why: str) -> Implementation:
-    return Implementation("triton", why, devices=("cuda",), refuse=_no_kernel_yet)
+def _kernel_refusal(facts: Facts) -> str | None:
+    return no_triton(facts["target"], facts["dtype"])
+
+
+def _triton(why: str, refuse: Callable[[Facts], str | None] = _kernel_refusal) -> Implementation:
+    return Implementation("triton", why, devices=("cuda",), dtypes=KERNEL_DTYPES, refuse=refuse)
+
+
+def _products_elsewhere(facts: Facts) -> str | None:
+    return "products are the vendor's library; NF4 rows come from a kernel (nf4_rows)"
 
 
 def _cpu_flash_refusal(facts: Facts) -> str | None:
@@ -91,7 +99,7 @@ _TORCH = "autograd function that saves little; any device"
 
 ROWS: dict[str, tuple[Implementation, ...]] = {
     "linear_cross_entropy": (
-        _triton("logits never leave the chip"),
+        _triton("chunks as in torch; loss and gradient of a chunk of logits in one launch, in place"),
         Implementation("torch", "chunks of tokens, gradients taken chunk by chunk; never all logits"),
         _REFERENCE,
     ),
@@ -127,14 +135,22 @@ ROWS: dict[str, tuple[Implementation, ...]] = {
         _REFERENCE,
     ),
     "lora_linear": (
-        _triton("dequantises NF4 on the way into the product"),
+        _triton("products by our own kernel", _products_elsewhere),
         Implementation("torch", _TORCH, refuse=_lora_refusal),
         Implementation("reference", "plain linear plus low-rank update", refuse=_lora_refusal),
     ),
-    "gated_mlp": (_triton("activation and product fused"), Implementation("torch", _TORCH), _REFERENCE),
+    "gated_mlp": (
+        _triton("tiles as in torch; activation, product and their gradients fused and in place"),
+        Implementation("torch", _TORCH),
+        _REFERENCE,
+    ),
     "rms_norm": (_triton("one pass over the row"), Implementation("torch", _TORCH), _REFERENCE),
-    "layer_norm": (_triton("one pass over the row"), Implementation("torch", _TORCH), _REFERENCE),
+    "layer_norm": (_triton("one pass over the row", _no_kernel_yet), Implementation("torch", _TORCH), _REFERENCE),
     "rope": (_triton("rotates q and k in one launch"), Implementation("torch", _TORCH), _REFERENCE),
+    "nf4_rows": (
+        _triton("codes and both levels of scales in one launch"),
+        Implementation("torch", "bitsandbytes' kernel on GPUs, a table of value pairs on CPUs"),
+    ),
 }
 
 

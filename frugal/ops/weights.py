@@ -12,7 +12,9 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from frugal.ops.kernel_forms import nf4_rows, takes_kernel
 from frugal.ops.planned import sampled
+from frugal.quant.nf4 import NF4Tensors
 
 BLOCK_BYTES = 16 * 2**20  # dense bytes of one block of rows on a GPU: amortises the launch, far below a layer's matrix
 CPU_BLOCK_BYTES = 4 * 2**20  # on a CPU: a block stays in the cache (products of 1024-row blocks ran 10 % faster)
@@ -44,6 +46,8 @@ def rows(weight: Weight, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         return weight[start:stop].to(dtype)
     if dtype == torch.float64:  # quantised values are fp32 numbers; only tests compute wider
         return weight.dequantize_rows(start, stop, torch.float32).double()
+    if isinstance(weight, NF4Tensors) and takes_kernel("nf4_rows", weight.packed, dtype=dtype):
+        return nf4_rows(weight, start, stop, dtype)
     return weight.dequantize_rows(start, stop, dtype)
 
 

@@ -183,16 +183,19 @@ class _Watcher:
                 return np.zeros(0, np.uint64), np.zeros(0, np.int64)
             where = np.concatenate([a for a, _ in log])
             who = np.concatenate([np.full(a.size, p, dtype=np.int64) for a, p in log])
-            pairs = np.unique(np.stack([where, who.astype(np.uint64)]), axis=1)
-            return pairs[0], pairs[1].astype(np.int64)
+            order = np.lexsort((who, where))
+            where, who = where[order], who[order]
+            new = np.ones(where.size, dtype=bool)
+            new[1:] = (where[1:] != where[:-1]) | (who[1:] != who[:-1])
+            return where[new], who[new]
 
         written, writer = flat("store")
         read, reader = flat("load")
         updated, _ = flat("atomic")
         found = self.report.races
-        _, counts = np.unique(written, return_counts=True)
-        if (counts > 1).any():
-            found.append(f"{self.kernel}: {int((counts > 1).sum())} addresses are written by more than one program")
+        twice = written[1:][written[1:] == written[:-1]]
+        if twice.size:
+            found.append(f"{self.kernel}: {np.unique(twice).size} addresses are written by more than one program")
         if written.size and read.size:
             at = np.clip(np.searchsorted(written, read), 0, written.size - 1)
             bad = (written[at] == read) & (writer[at] != reader)

@@ -1,0 +1,120 @@
+"""Triton forms of operations that memory traffic bounds, and whether a call takes them.
+
+Kernels are imported when a call first takes one: the package works without Triton. A fake tensor never takes one (the
+planner runs the torch forms, whose memory is the same or more), nor does a CPU tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+from frugal.ops.rope import rope
+from frugal.ops.table import choose
+from frugal.quant.codes import BLOCK, nested_code, nf4_code
+from frugal.quant.nf4 import NF4Tensors
+
+
+def kernels(module: str) -> Any:
+    """A module of frugal.kernels; it imports Triton."""
+    return importlib.import_module(f"frugal.kernels.{module}")
+
+
+@functools.cache
+def _chosen(op: str, device: torch.device, dtype: torch.dtype) -> bool:
+    return choose(op, device, dtype).name == "triton"
+
+
+def takes_kernel(op: str, x: Tensor, implementation: str | None = None, *, dtype: torch.dtype | None = None) -> bool:
+    """Whether ``op`` on ``x`` in ``dtype`` (x's) runs as a Triton kernel: by name, or as the table chooses."""
+    if implementation is not None:
+        return implementation == "triton"
+    real_gpu = x.device.type == "cuda" and not isinstance(x, FakeTensor)
+    return real_gpu and _chosen(op, x.device, x.dtype if dtype is None else dtype)
+
+
+class RmsNorm(torch.autograd.Function):
+    """RMSNorm of x [rows, columns]; keeps x alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.offset = eps, offset
+        y: Tensor = kernels("rms_norm").rms_norm(x, weight, eps, offset)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = outputs
+        x, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1] and weight is not None
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        dx, dw = kernels("rms_norm").rms_norm_backward(dy, x, weight, ctx.eps, ctx.offset, weight_grad=wanted)
+        return dx, dw if dw is None else dw.to(weight.dtype), None, None
+
+
+class _RopePair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.mark_dirty(q, k)
+        kernels("rope").rope_(q, k, cos, sin)
+        return q, k
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        # The incoming gradients may belong to somebody else: turn copies.
+        dq, dk = (grad.clone(memory_format=torch.contiguous_format) for grad in outputs)
+        kernels("rope").rope_(dq, dk, cos, sin, backward=True)
+        return dq, dk, None, None
+
+
+def rope_pair(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, implementation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """q [batch, heads, tokens, size] and k [batch, kv_heads, tokens, size] rotated in place, in one launch on a GPU.
+
+    ``cos`` and ``sin`` [1 or batch, tokens, rotary / 2] serve both halves (transformers' tables repeat them:
+    pass [..., : rotary // 2]). Allowed where autograd has not kept q and k: outputs of linear layers.
+    """
+    if takes_kernel("rope", q, implementation):
+        turned: tuple[Tensor, Tensor] = _RopePair.apply(q, k, cos, sin)
+        return turned
+    wide_cos, wide_sin = (torch.cat([t, t], dim=-1)[:, None] for t in (cos, sin))
+    return rope(q, wide_cos, wide_sin, in_place=True), rope(k, wide_cos, wide_sin, in_place=True)
+
+
+def nf4_rows(weight: NF4Tensors, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """Rows ``start`` to ``stop`` of an NF4 matrix in one launch (bitsandbytes takes three to five)."""
+    columns = weight.shape[1]
+    first, last = start * columns, min(stop, weight.shape[0]) * columns
+    aligned = first // BLOCK * BLOCK
+    flat: Tensor = kernels("nf4").dequantize(_parts(weight), aligned, last, dtype)
+    return flat[first - aligned :].view(-1, columns)
+
+
+def nf4_rows_with_update(
+    weight: NF4Tensors, start: int, stop: int, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """Rows ``start`` to ``stop`` of W + scale * B A in one pass; columns must be a multiple of 64."""
+    out = torch.empty(min(stop, weight.shape[0]) - start, weight.shape[1], dtype=dtype, device=weight.packed.device)
+    merged: Tensor = kernels("nf4").dequantize_lora(_parts(weight), a, b, scale, start, out)
+    return merged
+
+
+def _parts(weight: NF4Tensors) -> Any:
+    device = weight.packed.device
+    nested = None if weight.nested_absmax is None else nested_code(device)
+    return kernels("nf4").Nf4Parts(
+        weight.packed, weight.absmax, weight.nested_absmax, weight.offset, nf4_code(device), nested
+    )

@@ -1,0 +1,133 @@
+"""The operations with their Triton form, gradients included, against their references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from frugal.ops.gated_mlp import gated_mlp, gated_mlp_reference
+from frugal.ops.kernel_forms import nf4_rows, nf4_rows_with_update, rope_pair
+from frugal.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from frugal.ops.norm import rms_norm, rms_norm_reference
+from frugal.ops.projection import Projection
+from frugal.quant.nf4 import quantize_nf4
+from tests.kernels.support import bits_equal, checked
+
+
+def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(len(shapes))
+    return [torch.randn(*s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+
+
+def same(got: Any, expected: Any, inputs: list[Tensor], **tolerance: float) -> None:
+    """Values and gradients alike."""
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(expected.dtype)
+    torch.testing.assert_close(got, expected, **tolerance)
+    with checked():
+        ours = torch.autograd.grad(got, inputs, upstream)
+    for mine, reference in zip(ours, torch.autograd.grad(expected, inputs, upstream), strict=True):
+        torch.testing.assert_close(mine, reference, **tolerance)
+
+
+def test_rms_norm() -> None:
+    x, weight = leaves((2, 5, 48), (48,))
+    for w, offset in ((weight, 0.0), (weight, 1.0), (None, 0.0)):
+        with checked() as report:
+            got = rms_norm(x, w, 1e-6, offset=offset, implementation="triton")
+        assert report.launches == ["rms_norm_kernel"]
+        same(got, rms_norm_reference(x, w, 1e-6, offset=offset), [x] if w is None else [x, w], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("trained", ["all", "gate", "input"])
+def test_gated_mlp(activation: Any, trained: str) -> None:
+    x, gate, up, down, *adapters = leaves(
+        (7, 24), (40, 24), (40, 24), (24, 40), (4, 24), (40, 4), (4, 24), (40, 4), (4, 40), (24, 4)
+    )
+    weights = [w.detach() for w in (gate, up, down)]
+    pairs = [(adapters[i], adapters[i + 1], 0.5) for i in (0, 2, 4)]
+    wanted = {"all": [x, *adapters], "gate": [x, *adapters[:2]], "input": [x]}[trained]
+    count = {"all": 3, "gate": 1, "input": 0}[trained]
+    parts = [Projection(w, None, pairs[i] if i < count else None) for i, w in enumerate(weights)]
+    with checked() as report:
+        got = gated_mlp(x, tuple(parts[:2]), parts[2], activation=activation, tile_tokens=3, implementation="triton")
+    assert report.launches == ["gated_kernel"] * 3
+    expected = gated_mlp_reference(x, tuple(parts[:2]), parts[2], activation=activation)
+    same(got, expected, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("storage", ["dense", "nf4"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 0.7, "label_smoothing": 0.1, "z_loss": 0.01}])
+def test_linear_cross_entropy(options: dict[str, Any], storage: str, dtype: torch.dtype) -> None:
+    hidden, weight = leaves((9, 64), (130, 64), dtype=dtype)
+    weight = weight.detach()
+    labels = torch.tensor([1, 129, -100, 5, 0, 7, -100, 64, 3])
+    token_weights = torch.linspace(0.5, 2.0, 9)
+    head: Any = weight
+    if storage == "nf4":
+        head = quantize_nf4(weight)
+        weight = head.dequantize_rows(0, 130, dtype)
+    for name, form in (("triton", True), ("torch", False)):
+        with checked() as report:
+            loss = linear_cross_entropy(
+                hidden, head, labels, chunk_tokens=4, token_weights=token_weights, implementation=name, **options
+            )
+        assert ("cross_entropy_kernel" in report.launches) is form
+        wide = hidden.detach().double().requires_grad_()
+        exact = linear_cross_entropy_reference(
+            wide, weight.double(), labels, token_weights=token_weights.double(), **options
+        )
+        rtol = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(loss.double(), exact, rtol=rtol, atol=0)
+        (ours,) = torch.autograd.grad(loss, hidden)
+        (reference,) = torch.autograd.grad(exact, wide)
+        bound = (1e-5 if dtype == torch.float32 else 2e-2) * reference.abs().max()
+        assert (ours.double() - reference).abs().max() <= bound
+
+
+def test_linear_cross_entropy_with_a_trained_head_keeps_fp32_logits() -> None:
+    hidden, weight = leaves((5, 16), (40, 16))
+    labels = torch.tensor([1, 2, 3, 4, 5])
+    with checked() as report:
+        got = linear_cross_entropy(hidden, weight, labels, implementation="triton")
+    assert report.launches == []
+    same(got, linear_cross_entropy_reference(hidden, weight, labels), [hidden, weight], rtol=1e-5, atol=1e-6)
+
+
+def test_rope_pair() -> None:
+    angle = torch.rand(1, 6, 8) * 6
+    cos, sin = angle.cos(), angle.sin()
+    results = []
+    for name in ("triton", "torch"):
+        q, k = leaves((2, 4, 6, 16), (2, 2, 6, 16))
+        with checked() as report:
+            turned = rope_pair(q * 1.0, k * 1.0, cos, sin, implementation=name)
+        assert report.launches == (["rope_kernel"] if name == "triton" else [])
+        with checked():
+            grads = torch.autograd.grad(turned, [q, k], [torch.ones_like(t) for t in turned])
+        results.append((*turned, *grads))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("columns", [64, 40])
+def test_nf4_rows(columns: int, double: bool) -> None:
+    nf4 = quantize_nf4(torch.randn(90, columns), double)
+    for start, stop in ((0, 90), (3, 17), (64, 1000)):
+        with checked():
+            got = nf4_rows(nf4, start, stop, torch.bfloat16)
+        bits_equal(got, nf4.dequantize_rows(start, stop, torch.bfloat16))
+
+
+def test_nf4_rows_with_update() -> None:
+    nf4 = quantize_nf4(torch.randn(90, 64))
+    a, b = torch.randn(8, 64), torch.randn(90, 8)
+    with checked():
+        got = nf4_rows_with_update(nf4, 5, 40, a, b, 0.25, torch.float32)
+    expected = nf4.dequantize_rows(5, 40, torch.float32) + 0.25 * b[5:40] @ a
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

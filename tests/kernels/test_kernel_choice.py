@@ -1,0 +1,68 @@
+"""Who gets a Triton kernel: NVIDIA GPUs from 7.5 on, in dtypes they compute in; never a CPU or a fake tensor."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from frugal.errors import UnsupportedError
+from frugal.ops.kernel_forms import takes_kernel
+from frugal.ops.table import choose
+from frugal.ops.target import Target
+
+OPS = ["linear_cross_entropy", "gated_mlp", "rms_norm", "rope", "nf4_rows"]
+T4, A10 = Target("cuda", (7, 5)), Target("cuda", (8, 6))
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_by_device(op: str) -> None:
+    assert choose(op, "cpu").name == "torch"
+    assert choose(op, A10, torch.bfloat16).name == "triton"
+    assert choose(op, T4, torch.float16).name == "triton"
+    emulated = choose(op, T4, torch.bfloat16)
+    assert emulated.name == "torch"
+    assert "only emulated" in emulated.rejected["triton"]
+    assert "float64" in choose(op, A10, torch.float64).rejected["triton"]
+    assert "ROCm" in choose(op, Target("cuda", None, amd=True), torch.bfloat16).rejected["triton"]
+    with pytest.raises(UnsupportedError, match="triton was asked for"):
+        choose(op, "cpu", named="triton")
+
+
+def test_products_stay_with_the_vendors_library() -> None:
+    assert "vendor's library" in choose("lora_linear", A10, torch.bfloat16).rejected["triton"]
+
+
+def test_neither_cpu_nor_fake_tensors_take_a_kernel() -> None:
+    for op in OPS:
+        assert not takes_kernel(op, torch.zeros(2, 2))
+        with FakeTensorMode():
+            assert not takes_kernel(op, torch.zeros(2, 2))
+
+
+def test_without_triton_everything_imports_and_says_why() -> None:
+    """In a process where Triton cannot be found."""
+    code = """
+import sys, importlib.util
+import torch
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == "triton" or name.startswith("triton."):
+            raise ModuleNotFoundError(name)
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "triton" else find(name, package)
+sys.meta_path.insert(0, Hidden())
+assert "triton" not in sys.modules
+import frugal.kernels, frugal.ops
+from frugal.ops.table import choose
+from frugal.ops.target import Target
+choice = choose("rms_norm", Target("cuda", (8, 6)), torch.bfloat16)
+assert choice.name == "torch" and "triton is not installed" in choice.rejected["triton"], choice
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
