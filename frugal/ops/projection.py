@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from frugal.ops.kernel_forms import nf4_rows_with_update, takes_kernel
 from frugal.ops.weights import Weight, block_rows, row_blocks, rows
+from frugal.quant.nf4 import BLOCK, NF4Tensors
 
 Lora = tuple[Tensor, Tensor, float]
 N_TENSORS = 4  # weight, bias, A, B: what autograd sees of a projection
@@ -129,7 +131,12 @@ class Running:
         if self.merged:  # the sum is a copy, also of a dense W
             n_rows, step = self.p.out_features, block_rows(self.p.in_features, self.dtype, self.device)
             ranges = ((lo, min(lo + step, n_rows)) for lo in range(0, n_rows, step))
+        kernel = isinstance(weight, NF4Tensors) and takes_kernel("nf4_rows", weight.packed, dtype=self.dtype)
+        in_one_pass = kernel and self.merged and self.p.in_features % BLOCK == 0
         for start, stop in ranges:
+            if in_one_pass and isinstance(weight, NF4Tensors) and self.a is not None and self.b is not None:
+                yield start, stop, nf4_rows_with_update(weight, start, stop, self.a, self.b, self.scale, self.dtype)
+                continue
             block = rows(weight, start, stop, self.dtype)
             if self.merged and self.a is not None and self.b is not None:
                 b = self.b[start:stop]

@@ -1,9 +1,10 @@
+# ruff: noqa: E501
 """Plant faults in the kernels, one at a time, and see the tests catch each: `make mutants`.
 
     python tests/kernels/mutants.py [--only WORD]
 
 A fault is a replacement of text in a copy of one file of frugal/kernels; the file's tests run against the copy in a
-forked process. Exits with 1 if a fault survives, if the text is not there any more, or if the tests fail without faults.
+forked process. Exits with 1 if a fault survives, if its text is not there any more, or if the tests fail without one.
 """
 
 from __future__ import annotations

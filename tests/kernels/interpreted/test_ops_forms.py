@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from frugal.ops import projection, weights
 from frugal.ops.gated_mlp import gated_mlp, gated_mlp_reference
 from frugal.ops.kernel_forms import nf4_rows, nf4_rows_with_update, rope_pair
 from frugal.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from frugal.ops.norm import rms_norm, rms_norm_reference
-from frugal.ops.projection import Projection
+from frugal.ops.projection import Projection, Running
 from frugal.quant.nf4 import quantize_nf4
 from tests.kernels.support import bits_equal, checked
 
@@ -131,3 +132,21 @@ def test_nf4_rows_with_update() -> None:
         got = nf4_rows_with_update(nf4, 5, 40, a, b, 0.25, torch.float32)
     expected = nf4.dequantize_rows(5, 40, torch.float32) + 0.25 * b[5:40] @ a
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_projection_that_adds_its_update_takes_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    nf4 = quantize_nf4(torch.randn(90, 64))
+    a, b, x = torch.randn(8, 64), torch.randn(90, 8), torch.randn(200, 64)
+    for module in (projection, weights):
+        monkeypatch.setattr(module, "takes_kernel", lambda op, x, dtype: op == "nf4_rows")
+    with checked() as report:
+        run = Running(Projection(nf4, None, (a, b, 0.25)), torch.float32, torch.device("cpu"), 200)
+        got = run.forward(x, torch.empty(200, 90))
+    assert set(report.launches) == {"nf4_lora_kernel"}
+    dense = nf4.dequantize_rows(0, 90, torch.float32)
+    torch.testing.assert_close(got, x @ dense.t() + 0.25 * (x @ a.t()) @ b.t(), rtol=1e-4, atol=1e-4)
+    with checked() as report:
+        narrow = torch.bfloat16
+        run = Running(Projection(nf4, None, (a, b, 0.25)), narrow, torch.device("cpu"), 200)
+        run.forward(x.to(narrow), torch.empty(200, 90, dtype=narrow))
+    assert set(report.launches) == {"nf4_dequantize_kernel"}
