@@ -26,12 +26,14 @@ import torch
 import triton
 from torch import Tensor
 
+from benchmarks.attention_cases import ATTENTION_CASES, attention_wanted
 from benchmarks.kernel_cases import CASES, DTYPES
 from benchmarks.kernel_metrics import AMD_TARGET, TARGETS, compile_launch, meta, target_name
 
 # Rows that may spill, by (kernel, dtype, target), any of them "*": the reason.
 REASONS: dict[tuple[str, str, str], str] = {}
 WIDTHS = ("LDG", "STG")
+ALL_CASES = {**CASES, **ATTENTION_CASES}
 
 
 def make(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -55,7 +57,7 @@ def reason_for(kernel: str, dtype: str, target: str) -> str:
 def compile_row(kernel: str, dtype: str, target: int | str) -> tuple[dict[str, Any], dict[str, int]]:
     """(row of the matrix, global memory instructions by width)."""
     name = target_name(target)
-    launch = CASES[kernel](DTYPES[dtype], make, name).launch
+    launch = ALL_CASES[kernel](DTYPES[dtype], make, name).launch
     metrics = compile_launch(launch, target)
     row = {
         "kernel": kernel,
@@ -86,7 +88,7 @@ def faults(row: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the matrix here too")
-    parser.add_argument("--kernel", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--kernel", nargs="+", choices=list(ALL_CASES), default=list(ALL_CASES))
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--target", nargs="+", default=[*map(str, TARGETS), AMD_TARGET])
     options = parser.parse_args()
@@ -94,14 +96,14 @@ def main() -> int:
     content: dict[str, Any] = {"triton": triton.__version__, "rows": [], "widths": {}}
     if options.json and options.json.exists():
         content |= json.loads(options.json.read_text(encoding="utf-8")) | {"triton": triton.__version__}
-    rows = {(r["kernel"], r["dtype"], r["target"]): r for r in content["rows"] if r["kernel"] in CASES}
+    rows = {(r["kernel"], r["dtype"], r["target"]): r for r in content["rows"] if r["kernel"] in ALL_CASES}
     print(f"{'kernel':30} {'dtype':5} {'target':8} {'reg':>4} {'spills':>9} {'shared':>7} {'matrix':>6}  widths")
     wrong: list[str] = []
     for kernel in options.kernel:
         for dtype in options.dtype:
             for text in options.target:
                 target: int | str = int(text) if text.isdigit() else text
-                if not wanted(dtype, target):
+                if not wanted(dtype, target) or not attention_wanted(kernel, dtype, target):
                     continue
                 row, widths = compile_row(kernel, dtype, target)
                 key = (kernel, dtype, row["target"])

@@ -22,6 +22,8 @@ from pathlib import Path
 
 os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
+from attention_mutants import ATTENTION_MUTANTS
+
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240  # of one fault: a kernel that never ends is caught too
 
@@ -86,8 +88,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     ("gated", "gated", "gradients in each other's place", "(d * u * slope).to(GATE", "(d * value).to(GATE"),
     ("gated", "gated", "up's stride for the gate", "GATE + row * stride_gate + column, (d", "GATE + row * stride_grad + column, (d"),
     ("gated", "gated", "programs of one piece", "tl.program_id(0) % pieces).to(tl.int64) * BLOCK", "tl.program_id(0) % 1).to(tl.int64) * BLOCK"),
-    ("gated", "real_sizes", "32-bit columns", "(tl.program_id(0) % pieces).to(tl.int64) * BLOCK",
-     "(tl.program_id(0) % pieces) * BLOCK"),
+    ("gated", "real_sizes", "32-bit rows", "row = (tl.program_id(0) // pieces).to(tl.int64)",
+     "row = tl.program_id(0) // pieces"),
     ("cross_entropy", "cross_entropy", "masked columns count as zero", 'z = tl.where(column < vocab, z, -float("inf"))',
      "z = tl.where(column < vocab, z, 0.0)"),
     ("cross_entropy", "cross_entropy", "sum not rescaled", "total = total * tl.exp(top - finite)", "total = total"),
@@ -114,6 +116,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     ("adam8bit", "adam8bit", "scales not masked", "tl.store(ABSMAX + block, scale, mask=block < n_blocks)",
      "tl.store(ABSMAX + block, scale)"),
     ("adam8bit", "real_sizes", "32-bit blocks", "tl.program_id(0).to(tl.int64) * BLOCKS", "tl.program_id(0) * BLOCKS"),
+    *ATTENTION_MUTANTS,
 ]  # fmt: skip
 
 

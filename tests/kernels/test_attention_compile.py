@@ -1,0 +1,72 @@
+"""Attention compiled for GPUs that are not here: the matrix is sound, tensor cores are used, tiles fit each card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from benchmarks.attention_cases import ATTENTION_CASES, KERNELS, attention_wanted  # noqa: E402
+from benchmarks.kernel_cases import DTYPES  # noqa: E402
+from benchmarks.kernel_metrics import AMD_TARGET, SHARED_LIMIT, TARGETS, target_name  # noqa: E402
+from benchmarks.kernels_aot import compile_row, faults, wanted  # noqa: E402
+from frugal.kernels import COMPILED_FOR, MAX_HEAD_SIZE  # noqa: E402
+from frugal.kernels.attention_tiles import TILES  # noqa: E402
+
+MATRIX = json.loads((Path(__file__).parents[2] / "benchmarks/results/kernels_aot.json").read_text(encoding="utf-8"))
+ROWS = {(r["kernel"], r["dtype"], r["target"]): r for r in MATRIX["rows"] if r["kernel"] in ATTENTION_CASES}
+
+
+def test_the_matrix_is_whole_and_sound() -> None:
+    expected = {(kernel, dtype, target_name(target)) for kernel in ATTENTION_CASES for dtype in DTYPES
+                for target in (*TARGETS, AMD_TARGET)
+                if wanted(dtype, target) and attention_wanted(kernel, dtype, target)}  # fmt: skip
+    assert expected == set(ROWS)
+    assert [fault for row in ROWS.values() for fault in faults(row)] == []
+    assert {target for _, _, target in ROWS} == {*COMPILED_FOR[1:], AMD_TARGET}, "what `frugal doctor` says"
+
+
+def test_tensor_cores_are_used_everywhere() -> None:
+    """Without them a product is single multiply-adds: the reason why attention is never Triton on sm_75."""
+    for key, row in ROWS.items():
+        assert row["matrix_instructions"] > 0, key
+
+
+def test_operands_are_read_in_wide_words() -> None:
+    """128 bits straight into shared memory (LDGSTS, TMA) or through registers (LDG)."""
+    for (kernel, dtype, target), row in ROWS.items():
+        if target != AMD_TARGET:
+            widths = MATRIX["widths"][f"{kernel}/{dtype}/{target}"]
+            narrow = sum(n for name, n in widths.items() if name in ("LDG.8", "LDG.16"))
+            assert narrow == 0, (row, widths)
+
+
+def test_every_tile_is_in_the_table_and_holds_its_operands() -> None:
+    for kernel in KERNELS:
+        for dtype in DTYPES.values():
+            for size in (64, 128, 256):
+                if size > MAX_HEAD_SIZE[dtype]:
+                    continue
+                rows = TILES[f"{kernel}_d{size}/{8 * dtype.itemsize}"]
+                targets = ["default", *(COMPILED_FOR[1:] if dtype.itemsize == 2 else [])]
+                assert set(targets) <= set(rows)
+                for target, tile in rows.items():
+                    limit = SHARED_LIMIT[86 if target == "default" else int(target.removeprefix("sm_"))]
+                    kept = tile["BM"] if kernel == "attention" else 2 * tile["BN" if "dkdv" in kernel else "BM"]
+                    assert kept * size * dtype.itemsize < limit, (kernel, target)
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "target"), [("attention_d128", "bf16", 86), ("attention_dkdv_d128_full", "bf16", 80),
+                                                          ("attention_dq_d64", "fp32", 90)])  # fmt: skip
+def test_nothing_got_worse(kernel: str, dtype: str, target: int) -> None:
+    row, _ = compile_row(kernel, dtype, target)
+    known = ROWS[kernel, dtype, target_name(target)]
+    assert faults(row) == []
+    if MATRIX["triton"] != triton.__version__:
+        pytest.skip(f"the matrix is of triton {MATRIX['triton']}")
+    assert row["shared_bytes"] <= known["shared_bytes"]
+    assert row["registers"] <= known["registers"] + 8
+    assert row["matrix_instructions"] >= known["matrix_instructions"]
