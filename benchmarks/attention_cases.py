@@ -17,6 +17,8 @@ from frugal.kernels.attention import plan_attention
 from frugal.kernels.attention_backward import plan_attention_dkdv, plan_attention_dq
 from frugal.kernels.launch import Launch
 
+# Kernels whose matrix has other dtypes than bf16, and forms that the timing has but the matrix leaves out.
+FP16, FP32, TIMED_ONLY = ("d128",), ("d64", "d128"), ("d96", "d128_window", "d128_bidirectional", "d256")
 KERNELS = ("attention", "attention_dq", "attention_dkdv")
 
 
@@ -83,3 +85,17 @@ FORMS: dict[str, Form] = {
 ATTENTION_CASES: dict[str, Callable[[torch.dtype, Make, str | None], Case]] = {
     f"{kernel}_{name}": attention(kernel, form) for name, form in FORMS.items() for kernel in KERNELS
 }
+
+
+def attention_wanted(kernel: str, dtype: str, target: int | str) -> bool:
+    """Whether a row belongs in the compile matrix; True for kernels that are not attention.
+
+    Not sm_75, where attention is never Triton. bf16 for every form that tiles are chosen for, its most demanding one
+    among them; fp16, whose code is the same but for its name, and fp32 once or twice (AMD's compiler knows no TF32).
+    """
+    if kernel not in ATTENTION_CASES:
+        return True
+    form = kernel.removeprefix("attention_").removeprefix("dq_").removeprefix("dkdv_")
+    if target == 75 or form in TIMED_ONLY or (dtype == "fp32" and isinstance(target, str)):
+        return False
+    return dtype == "bf16" or form in {"fp16": FP16, "fp32": FP32}[dtype]

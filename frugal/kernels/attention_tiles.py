@@ -93,10 +93,6 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
         "sm_89": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 2},
         "sm_90": {"BM": 64, "BN": 32, "num_warps": 8, "num_stages": 2},
     },
-    "attention_dq_d256/32": {
-        "default": {"BM": 16, "BN": 16, "num_warps": 4, "num_stages": 1},
-        "sm_86": {"BM": 16, "BN": 16, "num_warps": 4, "num_stages": 1},
-    },
     "attention_dq_d64/16": {
         "default": {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 3},
         "sm_100": {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 3},
