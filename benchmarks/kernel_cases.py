@@ -86,10 +86,10 @@ def norm(rows: int, columns: int) -> Callable[[torch.dtype, Make, str | None], C
     return build
 
 
-def norm_backward(weight_grad: bool) -> Callable[[torch.dtype, Make, str | None], Case]:
+def norm_backward(weight_grad: bool, columns: int = HIDDEN) -> Callable[[torch.dtype, Make, str | None], Case]:
     def build(dtype: torch.dtype, make: Make, target: str | None = None) -> Case:
-        dy, x, dx = (make(TOKENS, HIDDEN, dtype=dtype) for _ in range(3))
-        w = make(HIDDEN, dtype=dtype)
+        dy, x, dx = (make(TOKENS, columns, dtype=dtype) for _ in range(3))
+        w = make(columns, dtype=dtype)
         launch, _ = plan_rms_norm_backward(dy, x, w, 1e-5, 0.0, dx, False, target)
         if not weight_grad:
             return case(launch, dy, x, w, dx)
@@ -98,7 +98,7 @@ def norm_backward(weight_grad: bool) -> Callable[[torch.dtype, Make, str | None]
         args = list(launch.args)
         args[4] = make(*partial.shape, dtype=torch.float32)
         launch = Launch(launch.kernel, launch.grid, args, launch.constants, launch.options)
-        return case(launch, dy, x, w, dx, make(HIDDEN, dtype=torch.float32))
+        return case(launch, dy, x, w, dx, make(columns, dtype=torch.float32))
 
     return build
 
@@ -157,9 +157,11 @@ CASES: dict[str, Callable[[torch.dtype, Make, str | None], Case]] = {
     "nf4_lora_double": nf4(double=True, lora=True),
     "nf4_lora_single": nf4(double=False, lora=True),
     "rms_norm": norm(TOKENS, HIDDEN),
+    "rms_norm_8192": norm(TOKENS, 8192),
     "rms_norm_heads": norm(TOKENS * Q_HEADS, HEAD_SIZE),
     "rms_norm_backward": norm_backward(weight_grad=False),
     "rms_norm_backward_weight": norm_backward(weight_grad=True),
+    "rms_norm_backward_weight_8192": norm_backward(weight_grad=True, columns=8192),
     "rope": rope(backward=False),
     "rope_backward": rope(backward=True),
     "gated_silu": gated("silu", backward=False),

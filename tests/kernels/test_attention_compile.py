@@ -59,8 +59,10 @@ def test_every_tile_is_in_the_table_and_holds_its_operands() -> None:
                     assert kept * size * dtype.itemsize < limit, (kernel, target)
 
 
-@pytest.mark.parametrize(("kernel", "dtype", "target"), [("attention_d128", "bf16", 86), ("attention_dkdv_d128_full", "bf16", 80),
-                                                          ("attention_dq_d64", "fp32", 90)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "target"),
+    [("attention_d128", "bf16", 86), ("attention_dkdv_d128_full", "bf16", 80), ("attention_dq_d64", "fp32", 90)],
+)
 def test_nothing_got_worse(kernel: str, dtype: str, target: int) -> None:
     row, _ = compile_row(kernel, dtype, target)
     known = ROWS[kernel, dtype, target_name(target)]
