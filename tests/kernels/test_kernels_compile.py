@@ -19,7 +19,6 @@ from benchmarks.kernels_aot import compile_row, faults, make, wanted  # noqa: E4
 
 MATRIX = json.loads((Path(__file__).parents[2] / "benchmarks/results/kernels_aot.json").read_text(encoding="utf-8"))
 ROWS = {(row["kernel"], row["dtype"], row["target"]): row for row in MATRIX["rows"]}
-OURS = [name for name in CASES if not name.startswith("attention")]
 COLUMNS = ["kernel", "dtype", "target", "registers", "spill_loads", "spill_stores", "shared_bytes",
            "shared_limit_bytes", "matrix_instructions", "reason"]  # fmt: skip
 # One row of every kernel but twins; dtypes and targets take turns.
