@@ -212,6 +212,11 @@ def constants(q: Tensor, window: int | None, softcap: float | None, causal: bool
     }
 
 
+def tile_of(kernel: str, q: Tensor, target: str | None) -> dict[str, int]:
+    """The tile table's entry of ``kernel`` for ``q``'s head size; small heads take that of 64."""
+    return tile(f"{kernel}_d{max(64, next_power_of_2(q.shape[-1]))}", q.dtype, q.device, target)
+
+
 def plan_attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Sequence[Segment], *,
     scale: float, window: int | None = None, softcap: float | None = None, causal: bool = True,
@@ -225,7 +230,7 @@ def plan_attention(
     check_operands(q, k, v, out)
     heads, tokens = q.shape[1], q.shape[2]
     fixed = constants(q, window, softcap, causal)
-    sizes = dict(sizes or tile(f"attention_d{fixed['COLUMNS']}", q.dtype, q.device, target))
+    sizes = dict(sizes or tile_of("attention", q, target))
     bm, bn = sizes.pop("BM"), sizes.pop("BN")
     tiles = tile_list(tuple(segments), bm, causal, q.device)
     return Launch(

@@ -25,9 +25,9 @@ from frugal.kernels.attention import (
     store_rows,
     strides,
     tile_list,
+    tile_of,
 )
 from frugal.kernels.launch import Launch
-from frugal.kernels.tiles import tile
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def plan_attention_dq(
     check_operands(q, k, v, out, d_out, dq)
     heads, tokens = q.shape[1], q.shape[2]
     fixed = constants(q, window, softcap, causal)
-    sizes = dict(sizes or tile(f"attention_dq_d{fixed['COLUMNS']}", q.dtype, q.device, target))
+    sizes = dict(sizes or tile_of("attention_dq", q, target))
     bm, bn = sizes.pop("BM"), sizes.pop("BN")
     tiles = tile_list(tuple(segments), bm, causal, q.device)
     return Launch(
@@ -196,7 +196,7 @@ def plan_attention_dkdv(
     check_operands(q, k, v, d_out, dk, dv)
     heads, kv_heads, tokens = q.shape[1], k.shape[1], q.shape[2]
     fixed = constants(q, window, softcap, causal)
-    sizes = dict(sizes or tile(f"attention_dkdv_d{fixed['COLUMNS']}", q.dtype, q.device, target))
+    sizes = dict(sizes or tile_of("attention_dkdv", q, target))
     bm, bn = sizes.pop("BM"), sizes.pop("BN")
     tiles = tile_list(tuple(segments), bn, False, q.device)
     return Launch(

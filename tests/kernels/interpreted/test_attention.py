@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from frugal.kernels import COMPILED_FOR, MAX_HEAD_SIZE
 from frugal.kernels.attention import plan_attention, tile_list
 from frugal.kernels.attention_backward import plan_attention_dkdv, plan_attention_dq
 from frugal.ops import attention, attention_reference
@@ -222,6 +223,27 @@ def test_real_sizes() -> None:
     for value, true, stock in zip(got, exact, naive, strict=True):
         close_to_exact(value, true, stock, slack=4.0)
     assert out[:, :-8, -50:].abs().max() == 0
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_every_head_size_has_a_tile_on_every_target(dtype: torch.dtype) -> None:
+    for size in (1, 8, 16, 24, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256):
+        if size > MAX_HEAD_SIZE[dtype]:
+            continue
+        q, k, lse = (
+            torch.empty(1, 4, 9, size, dtype=dtype),
+            torch.empty(1, 2, 9, size, dtype=dtype),
+            torch.empty(1, 4, 9),
+        )
+        for target in (None, *COMPILED_FOR[1:], "sm_87", "sm_121"):
+            kept: dict[str, Any] = {"scale": 1.0, "target": target}
+            launches = [
+                plan_attention(q, k, k, q, lse, [(0, 1, 0, 9)], **kept),
+                plan_attention_dq(q, q, k, k, q, lse, lse, q, [(0, 1, 0, 9)], **kept),
+                plan_attention_dkdv(q, q, k, k, lse, lse, k, k, [(0, 1, 0, 9)], **kept),
+            ]
+            for launch in launches:
+                assert size <= launch.constants["COLUMNS"] <= max(16, 2 * size)
 
 
 def test_what_the_kernel_does_not_take() -> None:
