@@ -20,6 +20,7 @@ _PUBLIC = {
     "config_schema": "frugal.config",
     "dump_yaml": "frugal.config",
     "preview": "frugal.run",
+    "plan": "frugal.plan",
     "train": "frugal.run",
     "evaluate": "frugal.run",
     "load": "frugal.chat",
@@ -38,7 +39,7 @@ _PUBLIC = {
 }
 """Public name -> the module that defines it."""
 
-_CALLABLE = ("train", "chat", "fetch")
+_CALLABLE = ("train", "chat", "fetch", "plan")
 """Public functions whose name is a module's too."""
 
 __all__ = ["__version__", *_PUBLIC]

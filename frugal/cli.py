@@ -110,6 +110,33 @@ def train(
 
 @app.command(context_settings=_OVERRIDES)
 @handled
+def plan(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="CONFIG|MODEL", help="YAML file, a model's folder, a public model's name, a hub id."),
+    ],
+    overrides: Overrides = None,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Plan for this GPU, for example 'RTX 3060'.")] = None,
+    vram: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Plan for a GPU of this size, for example 12GB.")
+    ] = None,
+    host_ram: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of that machine.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=8, help="Length of a row instead of data.max_length.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Longest row for GPUs of 8 to 80 GB.")] = False,
+    solve: Annotated[bool, typer.Option("--solve", help="The cheapest settings that fit.")] = False,
+) -> None:
+    """Say what a run will need in memory, and whether it fits, before anything is downloaded."""
+    planner = imported("frugal.plan", "make_planner")(
+        source, overrides or (), gpu=gpu, vram=vram, host_ram=host_ram, tokens=tokens
+    )
+    fits: bool = imported("frugal.plan.command", "run")(planner, as_json=as_json, sweep=sweep, solve=solve)
+    if not fits:
+        raise typer.Exit(1)
+
+
+@app.command(context_settings=_OVERRIDES)
+@handled
 def preview(
     config: ConfigPath,
     overrides: Overrides = None,

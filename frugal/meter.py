@@ -101,6 +101,10 @@ class _Dispatch(TorchDispatchMode):
             self.opened -= 1
 
 
+class OutOfBudget(RuntimeError):
+    """Live bytes went over the limit that a meter was given."""
+
+
 class LiveBytesMeter:
     """Measures one region::
 
@@ -113,7 +117,9 @@ class LiveBytesMeter:
 
     ``detail=None`` follows storages on the CPU and reads the allocator on CUDA; ``detail=True`` follows storages on any
     device (also fake ones). Saved activations are what a forward leaves behind when a backward begins; what a backward
-    recomputes counts as temporaries. The meter costs Python time on every operation: never time a region with it on.
+    recomputes counts as temporaries. ``limit_bytes`` makes the region end with `OutOfBudget` at the first storage above
+    it, where storages are followed: a device of that size on any machine. The meter costs Python time on every
+    operation: never time a region with it on.
     """
 
     def __init__(
@@ -123,12 +129,14 @@ class LiveBytesMeter:
         *,
         device: torch.device | str | None = None,
         detail: bool | None = None,
+        limit_bytes: int | None = None,
     ) -> None:
         first = next(model.parameters(), None) if model is not None else None
         self.device = torch.device(device) if device is not None else first.device if first is not None else _cpu()
         self.detail = self.device.type != "cuda" if detail is None else detail
         self.model = model
         self.optimizer = optimizer
+        self.limit_bytes = limit_bytes
         self._live: dict[int, _Record] = {}
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._records: list[_Record] = []
@@ -275,6 +283,8 @@ class LiveBytesMeter:
         self._total += nbytes
         if self._total > self._peak:
             self._peak, self._peak_clock = self._total, self._clock
+        if self.limit_bytes is not None and self._total > self.limit_bytes and self._dispatch is not None:
+            raise OutOfBudget(f"{self._total:,} live bytes, the budget is {self.limit_bytes:,}")
 
     def _resized(self, tensor: torch.Tensor, record: _Record) -> None:
         nbytes = tensor.untyped_storage().nbytes()

@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from frugal.config.sizes import parse_size
+
 
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values are frozen after loading."""
@@ -149,7 +151,9 @@ class TrainSection(Section):
 
 class MemorySection(Section):
     checkpoint: Literal["none", "recompute", "offload", "disk", "auto"] = "auto"
-    """Activation checkpointing of decoder layers. auto: recompute, until the planner decides."""
+    """What is kept of each decoder layer for backward. auto: the plan decides, the fastest that fits the budget."""
+    budget: str = Field(default="auto", pattern=r"^(auto|\s*[0-9]+(\.[0-9]+)?\s*([kKmMgGtT]?[iI]?[bB]?)\s*)$")
+    """Device memory that the run may take, for example 6GB. auto: what the device has."""
     scratch_dir: str | None = None
     """Folder of the scratch file of `checkpoint: disk`. Unset: the run's folder (a `/tmp` is often kept in memory)."""
     attention: Literal["auto", "triton", "sdpa", "flash_attn"] = "auto"
@@ -157,10 +161,19 @@ class MemorySection(Section):
     device or the model cannot have is an error, never replaced silently."""
     fused: bool = True
     """Use frugal's fused operations where they are proven equal to the stock module."""
+    optimizer_in_backward: Literal["auto", True, False] = "auto"
+    """Update each adapter matrix inside backward and free its gradient at once. auto: where nothing needs all gradients
+    together: one micro-batch a step, max_grad_norm 0, one process, no loss scaling. true where that does not hold is an
+    error."""
     loss_chunk_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one chunk of the loss. Unset: chosen so that a chunk of logits stays small."""
     mlp_chunk_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one tile of the MLP. Unset: chosen by size."""
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes; None for auto."""
+        return None if self.budget == "auto" else parse_size(self.budget, "memory.budget")
 
 
 class DistributedSection(Section):

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from frugal.memory.pressure import refuse_when_host_is_full
 from frugal.memory.scratch import ScratchFile
 
 
@@ -112,6 +113,7 @@ class HostStore(Store):
             if fitting:
                 return chosen
             del chosen
+        refuse_when_host_is_full(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
 
     def give_back(self, buffer: torch.Tensor) -> None:

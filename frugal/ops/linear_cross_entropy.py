@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from frugal.ops.cross_entropy_chunk import Chunk, Grads, Options, Parts, ranges
-from frugal.ops.planned import sampled
+from frugal.ops.planned import planned_targets, sampled
 from frugal.ops.weights import Weight, row_blocks
 
 Reduction = Literal["sum", "mean", "none"]
@@ -83,7 +83,7 @@ def _walk(parts: Parts, labels: Tensor, weights: Tensor | None, grads: Grads, op
     if not fake and bool((keep & ((labels < 0) | (labels >= vocab))).any()):
         raise IndexError(f"labels must be {options.ignore_index} or in [0, {vocab}); got {int(labels.min())} to "
                          f"{int(labels.max())}")  # fmt: skip
-    picked = (torch.arange(n_tokens, device=hidden.device) if fake
+    picked = (torch.arange(planned_targets(n_tokens), device=hidden.device) if fake
               else None if bool(keep.all()) else keep.nonzero()[:, 0])  # fmt: skip
     n_kept = n_tokens if picked is None else picked.shape[0]
     chunk = Chunk(parts, grads, options)

@@ -33,14 +33,24 @@ class PlannedDevice:
 _PLANNED: ContextVar[PlannedDevice | None] = ContextVar("frugal_planned_device", default=None)
 
 
+_TARGETS: ContextVar[int | None] = ContextVar("frugal_planned_targets", default=None)
+
+
 @contextmanager
-def planning_for(device: PlannedDevice) -> Iterator[None]:
-    """Fake tensors inside stand for tensors of ``device``."""
-    token = _PLANNED.set(device)
+def planning_for(device: PlannedDevice, *, targets: int | None = None) -> Iterator[None]:
+    """Fake tensors inside stand for tensors of ``device``, and ``targets`` of a micro-batch's tokens are trained."""
+    token, count = _PLANNED.set(device), _TARGETS.set(targets)
     try:
         yield
     finally:
         _PLANNED.reset(token)
+        _TARGETS.reset(count)
+
+
+def planned_targets(tokens: int) -> int:
+    """How many of ``tokens`` are trained: all of them where the plan does not know."""
+    known = _TARGETS.get()
+    return tokens if known is None else max(1, min(known, tokens))
 
 
 def planned_device() -> PlannedDevice | None:

@@ -30,7 +30,8 @@ _ROWS: dict[str, tuple[str, int, int, int, int, int, int, int, bool, dict[str, A
     "Qwen/Qwen2.5-32B": ("qwen2", 5120, 27648, 64, 40, 8, 128, 152064, False, {}),
     "Qwen/Qwen2.5-72B": ("qwen2", 8192, 29568, 80, 64, 8, 128, 152064, False, {}),
     "mistralai/Mistral-7B-v0.3": ("mistral", 4096, 14336, 32, 32, 8, 128, 32768, False, {"sliding_window": None}),
-    "mistralai/Mistral-Nemo-12B": ("mistral", 5120, 14336, 40, 32, 8, 128, 131072, False, {"sliding_window": None}),
+    "mistralai/Mistral-Nemo-Base-2407": ("mistral", 5120, 14336, 40, 32, 8, 128, 131072, False,
+                                         {"sliding_window": None}),
     "google/gemma-2-2b": ("gemma2", 2304, 9216, 26, 8, 4, 256, 256000, True, {}),
     "google/gemma-2-9b": ("gemma2", 3584, 14336, 42, 16, 8, 256, 256000, True, {}),
     "google/gemma-3-1b": ("gemma3_text", 1152, 6912, 26, 4, 1, 256, 262144, True, {"sliding_window": 512}),
@@ -48,8 +49,9 @@ _ROWS: dict[str, tuple[str, int, int, int, int, int, int, int, bool, dict[str, A
 }  # fmt: skip
 
 # Endings of names that say how a model was trained further: the sizes are those of the base.
-_ENDINGS = ("-instruct-2407", "-instruct-2507", "-thinking-2507", "-2507", "-2407", "-instruct", "-chat-v1.0", "-chat",
-            "-4k-instruct", "-128k-instruct", "-base", "-pt", "-it", "-hf", "-instruct-v0.3")  # fmt: skip
+_ENDINGS = ("-instruct-2407", "-base-2407", "-instruct-2507", "-thinking-2507", "-2507", "-2407", "-instruct",
+            "-chat-v1.0", "-chat", "-4k-instruct", "-128k-instruct", "-base", "-pt", "-it",
+            "-hf", "-instruct-v0.3")  # fmt: skip
 
 
 def architectures() -> tuple[str, ...]:

@@ -96,6 +96,8 @@ class Shape:
 
     rows: int
     length: int
+    targets: int | None = None
+    """Tokens that are trained; None: all."""
 
     @property
     def tokens(self) -> int:
@@ -117,6 +119,8 @@ class Simulation:
     device: PlannedDevice
     vocab_size: int | None = None
     packed: bool = False
+    documents: int = 1
+    """Documents of a row."""
     policy: Literal["none", "recompute", "offload", "disk"] = "recompute"
     whole: bool = False
     """Run the whole model instead of two short ones."""
@@ -143,6 +147,14 @@ class Simulation:
         """Bytes that exist before the phase begins: weights, adapters, and optimizer state from the second step on."""
         return round(self._over_layers(phase, shape)[AT_REST][0])
 
+    def base_at_rest(self) -> int:
+        """Bytes of weights and adapters, before any step."""
+        found = [(count, self._built(count).resting_bytes) for count in self.counts]
+        if len(found) == 1:
+            return found[0][1]
+        (n1, low), (n2, high) = found
+        return low + (high - low) * (self.layers - n1) // (n2 - n1)
+
     def line(self, phase: Phase, one: Shape, other: Shape) -> TokenLine:
         """The phase as a function of the tokens, from two shapes with the same number of rows."""
         return TokenLine(
@@ -152,6 +164,19 @@ class Simulation:
     def parts(self) -> list[Part]:
         """The tensors that loading handles; with short models, those of the longer one."""
         return self._built(self.counts[-1]).fake.parts
+
+    def numbers(self) -> tuple[int, int]:
+        """(parameters of the base, trained values) of the whole model."""
+        found = []
+        for count in self.counts:
+            built = self._built(count).fake
+            trained = sum(p.numel() for p in built.module.parameters() if p.requires_grad)
+            found.append((count, built.parameters, trained))
+        if len(found) == 1:
+            return found[0][1:]
+        (n1, base1, trained1), (n2, base2, trained2) = found
+        steps = (self.layers - n1) // (n2 - n1)
+        return base1 + (base2 - base1) * steps, trained1 + (trained2 - trained1) * steps
 
     def _over_layers(self, phase: Phase, shape: Shape) -> _Sites:
         runs = [(count, self._phase(phase, count, shape).sites) for count in self.counts]
@@ -258,8 +283,13 @@ class _Built:
         self.optimizer: Optimizer = build_optimizer(trainable(self.module.model), owner.train)
         apply_activation_checkpointing(self.module.model, owner.policy, scratch_dir=owner.scratch_dir)
 
+    @property
+    def resting_bytes(self) -> int:
+        """Weights and adapters."""
+        return LiveBytesMeter(self.module, detail=True).report().start_bytes
+
     def run(self, phase: Phase, shape: Shape) -> PhaseRun:
-        with planning_for(self.owner.device), self.mode:
+        with planning_for(self.owner.device, targets=shape.targets), self.mode:
             if phase == "first_step":
                 self.optimizer.state.clear()
             elif not self.optimizer.state:
@@ -307,8 +337,10 @@ class _Built:
         if not self.fake.flat:
             batch["attention_mask"] = torch.ones_like(ids)
             return batch
-        offsets = [row * shape.length for row in range(shape.rows + 1)]
-        batch.update(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=shape.length, max_length_k=shape.length)
+        size_each = shape.length // self.owner.documents
+        starts = [r * shape.length + d * size_each for r in range(shape.rows) for d in range(self.owner.documents)]
+        offsets = [*starts, shape.tokens]
+        batch.update(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=size_each, max_length_k=size_each)
         return batch
 
 

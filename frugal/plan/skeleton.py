@@ -43,6 +43,8 @@ class FakeRun:
     """Tensors in the order of the model."""
     flat: bool
     attention: str
+    parameters: int
+    """Of the base, as its checkpoint counts them."""
 
 
 def layer_count(config: Any) -> int:
@@ -65,7 +67,7 @@ def layer_counts(config: Any) -> tuple[int, int] | None:
     kinds = [tuple(str(values[i]) for values in lists) for i in range(count)]
     period = next(p for p in range(1, count + 1) if all(kinds[i] == kinds[i % p] for i in range(count)))
     short = count % period
-    while short < SHORTEST:
+    while short < max(SHORTEST, period):  # every kind of layer is there
         short += period
     return (short, short + period) if short + period < count else None
 
@@ -108,6 +110,7 @@ def build_fake(
         config.get_text_config().vocab_size = vocab_size
     base = build_meta(config, trust_remote_code=model.trust_remote_code)
     stored = stored_dtype(config)
+    count = sum(p.numel() for p in base.parameters())
     dense = {name: p.numel() * stored.itemsize for name, p in base.named_parameters()}
     if model.quantize == "nf4":
         put_nf4(base, linear_kinds(base)[0], model.bnb_4bit_use_double_quant)
@@ -125,7 +128,7 @@ def build_fake(
     module = LossModule(applied.model, chunk_tokens=memory.loss_chunk_tokens, prove=False)
     with mode:
         _materialise(module, torch.device(device))
-    return FakeRun(module, base, parts, flat=choice.name == "frugal" or packed, attention=choice.name)
+    return FakeRun(module, base, parts, flat=choice.name == "frugal" or packed, attention=choice.name, parameters=count)
 
 
 def _set_dtypes(base: nn.Module, dense: dict[str, int], stored: torch.dtype, compute: torch.dtype) -> list[Part]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from frugal.errors import CheckpointError
 
-_STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.1}
+STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.1}
 """Bytes of optimizer state a trained element: two fp32 moments, or two 8-bit ones with their block scales."""
 
 
@@ -30,7 +30,7 @@ def checkpoint_bytes(parameters: dict[str, nn.Parameter], optim: str) -> int:
     """Size of one checkpoint: trained tensors, their optimizer state, and 1 MB of small files."""
     elements = sum(parameter.numel() for parameter in parameters.values())
     stored = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
-    return int(stored + elements * _STATE_BYTES[optim]) + 1_000_000
+    return int(stored + elements * STATE_BYTES[optim]) + 1_000_000
 
 
 def check_space(run_dir: Path, *, one_bytes: int, kept: int) -> None:

@@ -1,0 +1,82 @@
+"""Host memory and disk of a run, from sizes: what is pinned, read, written, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from frugal.plan.allowance import PROCESS_BYTES
+from frugal.plan.skeleton import Part
+
+MERGE_BLOCKS = 3  # one tensor of the base in its dtype, and fp32 blocks of it and of the update
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What host and disk depend on."""
+
+    kind: str
+    layers: int
+    hidden_size: int
+    itemsize: int
+    """Bytes of one element of a hidden state."""
+    tokens: int
+    """Of one micro-batch."""
+    policy: str
+    trained_bytes: int
+    checkpoint_bytes: int
+    kept_checkpoints: int
+    base_parameters: int
+    dataset_bytes: int = 0
+    rotation_only: bool = False
+
+
+def next_power_of_two(count: int) -> int:
+    """The smallest power of two that is at least ``count``: what torch's pinned allocator really takes."""
+    return 1 << max(0, (count - 1).bit_length())
+
+
+def stored_inputs(sizes: Sizes) -> tuple[int, int]:
+    """(buffers, bytes of each) for the inputs of all layers but the last, which stays on the device."""
+    return max(0, sizes.layers - 1), sizes.tokens * sizes.hidden_size * sizes.itemsize
+
+
+def host_bytes(sizes: Sizes, parts: list[Part]) -> dict[str, int]:
+    """Host memory by purpose. On a CPU run tensors are counted with the device, and this is what comes on top."""
+    buffers, each = stored_inputs(sizes)
+    on_gpu = sizes.kind != "cpu"
+    largest = max((part.read_bytes for part in parts), default=0)
+    return {
+        "process": PROCESS_BYTES[sizes.kind] if on_gpu else 0,
+        "largest tensor while loading": largest if on_gpu else 0,
+        "offloaded layer inputs": buffers * next_power_of_two(each) if on_gpu and sizes.policy == "offload" else 0,
+        "data": sizes.dataset_bytes,
+        "checkpoint being written": sizes.trained_bytes if on_gpu else 0,
+    }
+
+
+def host_phases(by_purpose: dict[str, int], merge_bytes: int) -> dict[str, int]:
+    """Peak of host memory in each phase."""
+    rest = by_purpose["process"] + by_purpose["data"]
+    return {
+        "load": rest + by_purpose["largest tensor while loading"],
+        "step": rest + by_purpose["offloaded layer inputs"],
+        "save": rest + by_purpose["offloaded layer inputs"] + by_purpose["checkpoint being written"],
+        "merge": by_purpose["process"] + merge_bytes,
+    }
+
+
+def merge_bytes(parts: list[Part]) -> int:
+    """Host memory of a merge besides the process: one tensor at a time."""
+    return MERGE_BLOCKS * max((part.read_bytes for part in parts), default=0)
+
+
+def disk_bytes(sizes: Sizes) -> dict[str, int]:
+    """Disk by purpose."""
+    buffers, each = stored_inputs(sizes)
+    page = 4096
+    return {
+        "checkpoints": sizes.checkpoint_bytes * (sizes.kept_checkpoints + 1),
+        "scratch": buffers * -(-each // page) * page if sizes.policy == "disk" else 0,
+        "adapter": sizes.trained_bytes,
+        "merged export": 2 * sizes.base_parameters,
+    }

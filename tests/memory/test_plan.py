@@ -1,0 +1,194 @@
+"""The plan's arithmetic: continued layers and lengths equal direct runs; inputs, verdicts, JSON, solutions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from frugal.cli import app
+from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection, load_config
+from frugal.config.sizes import parse_size
+from frugal.errors import ConfigError, ModelError
+from frugal.gpus import GPUS, find_gpu
+from frugal.ops.planned import PlannedDevice
+from frugal.plan import Planner, make_planner
+from frugal.plan.allowance import device_allowance, tensor_budget
+from frugal.plan.architectures import known_architecture
+from frugal.plan.inputs import architecture, planned_device
+from frugal.plan.show import lines
+from frugal.plan.simulate import PHASES, Shape, Simulation
+from frugal.plan.skeleton import layer_counts, with_layers
+from frugal.plan.sweep import solve, sweep
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 2000,
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "pad_token_id": 0,
+}
+PATTERN = ["sliding_attention", "sliding_attention", "full_attention"] * 4
+GPU = PlannedDevice("cuda", (8, 0))
+
+
+def simulation(family: str, layers: int, *, whole: bool = False, device: PlannedDevice = GPU, **kw: Any) -> Simulation:
+    config = AutoConfig.for_model(family, num_hidden_layers=layers, dtype="bfloat16", **SIZES, **kw.pop("changes", {}))
+    train = TrainSection(gradient_accumulation_steps=kw.pop("accumulate", 1), optim=kw.pop("optim", "adamw"))
+    compute = torch.float32 if device.kind == "cpu" else torch.bfloat16
+    model = ModelSection(base="x", quantize=kw.pop("quantize", "nf4"))
+    return Simulation(config, model, LoraSection(r=4), train, MemorySection(), compute, device, whole=whole, **kw)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "options"),
+    [
+        ("llama", 8, {"policy": "offload", "accumulate": 2}),
+        ("llama", 9, {"policy": "none", "optim": "adamw_8bit"}),
+        ("qwen3", 7, {"policy": "recompute", "device": PlannedDevice("cpu")}),
+        ("gemma3_text", 12, {"policy": "recompute", "changes": {"sliding_window": 64, "layer_types": PATTERN}}),
+        ("gemma2", 9, {"policy": "disk", "quantize": "none"}),
+    ],
+)
+def test_few_layers_continued_equal_the_whole_model(family: str, layers: int, options: dict[str, Any]) -> None:
+    shape = Shape(1, 200)
+    short, whole = simulation(family, layers, **dict(options)), simulation(family, layers, whole=True, **dict(options))
+    assert len(short.counts) == 2
+    assert whole.counts == (layers,)
+    assert short.numbers() == whole.numbers()
+    for phase in PHASES:
+        one, other = short.peak(phase, shape), whole.peak(phase, shape)
+        assert one.bytes == pytest.approx(other.bytes, rel=2e-4), phase
+        assert sum(one.by_category.values()) == pytest.approx(one.bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_the_line_over_tokens_equals_a_direct_run(policy: Any) -> None:
+    sim = simulation("llama", 3, policy=policy)
+    line = sim.line("steady_step", Shape(1, 32_768), Shape(1, 65_536))
+    for tokens in (100_000, 300_000):
+        assert line.at(tokens).bytes == pytest.approx(sim.peak("steady_step", Shape(1, tokens)).bytes, rel=2e-3)
+    budget = line.at(90_000).bytes
+    assert line.most_tokens(budget) in range(89_990, 90_011)
+    assert line.at(line.most_tokens(budget)).bytes <= budget < line.at(line.most_tokens(budget) + 1).bytes
+    assert line.most_tokens(1000) == 0
+    slope, fixed = line.slope_and_fixed(80_000)
+    assert slope * 80_000 + fixed == pytest.approx(line.at(80_000).bytes, rel=1e-6)
+
+
+def test_no_memory_grows_with_the_square_of_the_length() -> None:
+    """Memory goes on along a straight line, attention, positions and masks included."""
+    sim = simulation("llama", 3, policy="recompute")
+    peaks = [sim.peak("steady_step", Shape(1, tokens)).bytes for tokens in (32_768, 65_536, 524_288)]
+    slope = (peaks[1] - peaks[0]) / 32_768
+    assert peaks[2] == pytest.approx(peaks[0] + slope * (524_288 - 32_768), rel=1e-3)
+
+
+def test_layer_patterns_end_like_the_whole_model() -> None:
+    gemma = known_architecture("google/gemma-3-1b-it")
+    short, longer = layer_counts(gemma) or (0, 0)
+    assert (26 - short) % 6 == 0
+    assert longer - short == 6
+    assert with_layers(gemma, short).layer_types == gemma.layer_types[:short]
+
+
+def test_sizes_and_gpus() -> None:
+    assert parse_size("12GB", "x") == parse_size("12 GiB", "x") == parse_size(12 * 2**30, "x") == 12 << 30
+    assert parse_size("1.5g", "x") == 3 << 29
+    for wrong in ("twelve", "12 cm", "0GB", "-3GB", ""):
+        with pytest.raises(ConfigError, match="12GB"):
+            parse_size(wrong, "--vram")
+    assert find_gpu("NVIDIA GeForce RTX 3060").total_bytes == 12 << 30
+    assert find_gpu("tesla t4").capability == (7, 5)
+    assert not find_gpu("T4").has_bf16
+    assert find_gpu("a100").name == "A100 40GB"
+    assert all(find_gpu(name).name == name for name in GPUS)
+    with pytest.raises(ConfigError, match="RTX 3090"):
+        find_gpu("RTX 309")
+
+
+def test_public_sizes() -> None:
+    """Parameter counts of the published models, in thousands of millions."""
+    published = {"meta-llama/Llama-3.1-8B-Instruct": 8.030, "unsloth/Qwen3-4B-Instruct-2507": 4.022,
+                 "microsoft/phi-4": 14.660, "google/gemma-2-9b-it": 9.242}  # fmt: skip
+    for name, billions in published.items():
+        planner = make_planner(name, vram="24GB")
+        assert planner.simulation("offload").numbers()[0] / 1e9 == pytest.approx(billions, abs=0.001)
+
+
+def test_unknown_names_say_what_helps(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"meta-llama/Llama-3.1-8B"):
+        architecture("no-such-model")
+    with pytest.raises(ModelError, match=r"config.json"):
+        architecture(str(tmp_path))
+
+
+def test_allowance_is_inside_the_budget() -> None:
+    total = 24 << 30
+    budget = tensor_budget("cuda", (8, 6), total)
+    assert budget + sum(device_allowance("cuda", (8, 6), budget).values()) == pytest.approx(total, abs=16)
+
+
+def planner_of(folder: Path, vram: str, **memory: Any) -> Planner:
+    config = load_config(
+        {
+            "model": {"base": str(folder)},
+            "lora": {"r": 4},
+            "data": {"train": "x.jsonl", "max_length": 512},
+            "memory": memory,
+            "output": {"dir": "runs/x"},
+        }
+    )
+    return Planner.of(config, planned_device("auto", gpu=None, vram=vram, host_ram="16GB"))
+
+
+def test_auto_takes_the_fastest_policy_that_fits(tiny_llama_folder: Path) -> None:
+    roomy = planner_of(tiny_llama_folder, "8GB").plan(with_line=False)
+    assert (roomy.policy, roomy.fits, roomy.asked_policy) == ("none", True, "auto")
+    peaks = {p: planner_of(tiny_llama_folder, "8GB").step_peak(p).bytes for p in ("none", "recompute", "offload")}  # type: ignore[arg-type]
+    assert peaks["none"] > peaks["recompute"] >= peaks["offload"]
+    tight = planner_of(tiny_llama_folder, "8GB", budget=str((peaks["none"] + peaks["recompute"]) // 2))
+    found = tight.plan(with_line=False)
+    assert found.policy == "recompute"
+    assert found.tried == {"none": peaks["none"], "recompute": peaks["recompute"]}
+    hopeless = planner_of(tiny_llama_folder, "8GB", budget="10KB").plan(with_line=False)
+    assert not hopeless.fits
+    assert "DOES NOT FIT" in lines(hopeless)[0]
+
+
+def test_json_table_and_command(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", str(tiny_llama_folder), "--vram", "8GB", "--json", "--tokens", "256"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    device = found["device"]
+    assert set(device["phases"]) == {"load", "first_step", "steady_step", "evaluation", "save", "merge"}
+    assert device["phases"][device["peak_phase"]]["bytes"] == device["peak_bytes"]
+    assert sum(device["breakdown"].values()) == pytest.approx(device["peak_bytes"], rel=1e-3)
+    assert device["length"] == 256
+    assert device["fixed_bytes"] + device["bytes_per_token"] * device["max_tokens"] <= device["budget_bytes"] * 1.001
+    assert {"peak_bytes", "breakdown", "phases", "fits"} <= found["host"].keys()
+    assert {"checkpoints", "scratch", "merged export"} <= found["disk"].keys()
+    shown = CliRunner().invoke(app, ["plan", str(tiny_llama_folder), "--gpu", "T4"])
+    assert shown.exit_code == 0
+    assert shown.stdout.startswith("FITS")
+    assert "float16" in shown.stdout
+
+
+def test_sweep_and_solve(tiny_llama_folder: Path) -> None:
+    planner = planner_of(tiny_llama_folder, "8GB")
+    rows = sweep(planner, "offload", (1, 2, 4))
+    lengths = [row.max_tokens for row in rows]
+    assert lengths == sorted(lengths)
+    assert lengths[0] > 0
+    recompute = planner.step_peak("recompute").bytes
+    measures = solve(planner_of(tiny_llama_folder, "8GB", budget=str(recompute + 1000)))
+    assert [m.settings["memory.checkpoint"] for m in measures] == ["none", "recompute"]
+    assert measures[-1].fits
+    assert not measures[0].fits
