@@ -135,7 +135,10 @@ def child(asked: argparse.Namespace) -> int:
         dtype = torch.bfloat16 if asked.dry_run else dtype
         gpu_kernels.measure(device, dtype, timer(asked.dry_run), left, emit, dry=asked.dry_run)
         return 0
-    step_phase(asked.phase, device, dtype, left, asked.dry_run)
+    try:
+        step_phase(asked.phase, device, dtype, left, asked.dry_run)
+    except torch.OutOfMemoryError as error:  # a result: this side does not fit this card at all
+        emit({"phase": "build", "side": asked.phase, "out_of_memory": True, "why": str(error).splitlines()[0][:200]})
     return 0
 
 

@@ -7,7 +7,7 @@ the host never holds a model, and the sides' first losses must agree.
 from __future__ import annotations
 
 import gc
-import importlib.util
+import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -287,13 +287,9 @@ def longest(
     emit({**row, "longest_tokens": ran, "shortest_failed": failed, "tries": tries, "complete": complete})
 
 
-def triton_attention(side: Side) -> bool:
-    """Switch frugal's side to its own packed kernel; False where the device cannot run it."""
+def triton_attention(side: Side) -> None:
+    """Switch frugal's side to its own packed kernel."""
     model: Any = side.model
     base = model.get_base_model()
     base.set_attn_implementation(register("triton"))
     side.name, side.note = "frugal_triton", "attention: frugal's Triton kernel"
-    return True
-
-
-__all__ = ["SIDES", "Side", "build_side", "llama_8b", "measure", "tiny", "triton_attention"]
