@@ -18,7 +18,7 @@ from frugal.kernels.attention_backward import plan_attention_dkdv, plan_attentio
 from frugal.kernels.launch import Launch
 
 # Kernels whose matrix has other dtypes than bf16, and forms that the timing has but the matrix leaves out.
-FP16, FP32, TIMED_ONLY = ("d128",), ("d64", "d128"), ("d96", "d128_window", "d128_bidirectional", "d256")
+FP16, FP32, TIMED_ONLY = ("d128",), ("d64", "d128"), ("d80", "d96", "d128_window", "d128_bidirectional", "d256")
 KERNELS = ("attention", "attention_dq", "attention_dkdv")
 
 

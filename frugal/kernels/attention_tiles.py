@@ -11,8 +11,13 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
         "sm_90": {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 2},
     },
     "attention_d128/32": {
-        "default": {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 1},
-        "sm_86": {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 1},
+        "default": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_100": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_120": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_80": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_86": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_89": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_90": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
     },
     "attention_d256/16": {
         "default": {"BM": 64, "BN": 32, "num_warps": 8, "num_stages": 2},
@@ -33,8 +38,13 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
         "sm_90": {"BM": 128, "BN": 64, "num_warps": 4, "num_stages": 3},
     },
     "attention_d64/32": {
-        "default": {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 2},
-        "sm_86": {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 2},
+        "default": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_100": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_120": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_80": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_86": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_89": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_90": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
     },
     "attention_dkdv_d128/16": {
         "default": {"BM": 32, "BN": 64, "num_warps": 8, "num_stages": 2},
@@ -69,7 +79,12 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
     },
     "attention_dkdv_d64/32": {
         "default": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_100": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_120": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_80": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
         "sm_86": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_89": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_90": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
     },
     "attention_dq_d128/16": {
         "default": {"BM": 64, "BN": 64, "num_warps": 8, "num_stages": 2},
@@ -81,8 +96,13 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
         "sm_90": {"BM": 64, "BN": 64, "num_warps": 8, "num_stages": 3},
     },
     "attention_dq_d128/32": {
-        "default": {"BM": 16, "BN": 32, "num_warps": 4, "num_stages": 1},
-        "sm_86": {"BM": 16, "BN": 32, "num_warps": 4, "num_stages": 1},
+        "default": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_100": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_120": {"BM": 16, "BN": 16, "num_warps": 8, "num_stages": 1},
+        "sm_80": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_86": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_89": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_90": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
     },
     "attention_dq_d256/16": {
         "default": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 2},
@@ -103,7 +123,12 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
         "sm_90": {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 3},
     },
     "attention_dq_d64/32": {
-        "default": {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 2},
-        "sm_86": {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 2},
+        "default": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_100": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_120": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_80": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_86": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_89": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_90": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
     },
 }
