@@ -2,8 +2,8 @@
 
     python benchmarks/long_sequence.py --tokens 16384 --policy disk --json out.json
 
-Resident memory is what the operating system counts at its highest (`ru_maxrss`), libraries and model included; it is read
-before the step too. `--layers` keeps only the first layers, for a quick look.
+Resident memory is what the operating system counts at its highest (`ru_maxrss`), libraries and model included; it is
+read before the step too. `--layers` keeps only the first layers, for a quick look.
 """
 
 from __future__ import annotations
