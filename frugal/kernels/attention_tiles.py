@@ -57,7 +57,12 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
     },
     "attention_dkdv_d128/32": {
         "default": {"BM": 16, "BN": 16, "num_warps": 8, "num_stages": 1},
+        "sm_100": {"BM": 16, "BN": 16, "num_warps": 8, "num_stages": 1},
+        "sm_120": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
+        "sm_80": {"BM": 16, "BN": 16, "num_warps": 8, "num_stages": 1},
         "sm_86": {"BM": 16, "BN": 16, "num_warps": 8, "num_stages": 1},
+        "sm_89": {"BM": 16, "BN": 16, "num_warps": 8, "num_stages": 1},
+        "sm_90": {"BM": 16, "BN": 16, "num_warps": 8, "num_stages": 1},
     },
     "attention_dkdv_d256/16": {
         "default": {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1},
