@@ -28,6 +28,8 @@ class PlannedDevice:
     kind: str
     """cpu or cuda."""
     capability: tuple[int, int] | None = None
+    attention: str = "auto"
+    """memory.attention of the configuration."""
 
 
 _PLANNED: ContextVar[PlannedDevice | None] = ContextVar("frugal_planned_device", default=None)
@@ -128,6 +130,9 @@ def planned_attention(
     old = device is not None and device.capability is not None and device.capability < (8, 0)
     documents = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     windowed = window is not None and window < q.shape[2]
+    asked = "auto" if device is None else device.attention
     own = not old and (documents > 1 or windowed or softcap is not None)
+    if asked != "auto":
+        own = asked == "triton"
     out: Tensor = _Attention.apply(q, k, v, own, documents > q.shape[0] and not own)
     return out

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+from frugal.config import Config
+from frugal.errors import FrugalError
+from frugal.plan.api import make_planner
 from frugal.plan.plan import Plan, Planner, Policy
 from frugal.plan.show import lines, measure_lines, sweep_lines
 from frugal.plan.sweep import solve as solved
@@ -25,6 +28,15 @@ def run(planner: Planner, *, as_json: bool, sweep: bool, solve: bool) -> bool:
     found: Plan = planner.plan(confirm=True)
     _print(found.to_json(), lines(found), as_json)
     return found.fits
+
+
+def as_comments(config: Config) -> list[str]:
+    """The plan for the device found here, as lines of YAML comments; a base that cannot be had is said, no error."""
+    try:
+        text = lines(make_planner(config).plan())
+    except FrugalError as error:
+        text = [f"no plan: {error}"]
+    return [f"# {line}".rstrip() for line in text]
 
 
 def _print(values: object, text: list[str], as_json: bool) -> None:

@@ -177,7 +177,7 @@ class Planner:
                 config.train,
                 config.memory,
                 self.device.dtype.compute,
-                self.device.target,
+                replace(self.device.target, attention=config.memory.attention),
                 vocab_size=self.vocab_size,
                 packed=config.data.packing,
                 policy=policy,

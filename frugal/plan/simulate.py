@@ -21,6 +21,7 @@ from frugal.meter import LiveBytesMeter
 from frugal.meter_report import CATEGORIES
 from frugal.ops.planned import PlannedDevice, planning_for
 from frugal.plan.skeleton import FakeRun, Part, build_fake, layer_count, layer_counts, with_layers
+from frugal.train.in_backward import OptimizerInBackward, place_of_step
 from frugal.train.loss import LossModule
 from frugal.train.optim import build_optimizer, trainable
 
@@ -312,6 +313,17 @@ class _Built:
 
     def _step(self, shape: Shape) -> None:
         train = self.owner.train
+        place = place_of_step(
+            self.owner.memory.optimizer_in_backward,
+            gradient_accumulation_steps=train.gradient_accumulation_steps,
+            max_grad_norm=train.max_grad_norm,
+            loss_scaling=self.owner.compute is torch.float16,
+        )
+        if place.in_backward:
+            loss_sum, _ = self.module(self._batch(shape))
+            with OptimizerInBackward(self.optimizer, gradient_accumulation_steps=1, max_grad_norm=0.0):
+                (loss_sum * 0.5).backward()
+            return
         sums = torch.zeros(2, dtype=torch.float64, device=self.kind)
         # gradients that exist already make the second micro-batch the largest; a third is like it
         for _ in range(min(train.gradient_accumulation_steps, 2)):
