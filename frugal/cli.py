@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import importlib
 import io
@@ -102,6 +103,8 @@ def train(
     loaded = load_config(config, overrides or ())
     if dry_run:
         print(dump_yaml(loaded), end="")
+        for line in imported("frugal.plan.command", "as_comments")(loaded):
+            print(line)
         print("# The configuration is right. Nothing was started or written.")
         return
     where: str | Path | None = resume if resume in (None, "auto") else Path(resume)
@@ -303,6 +306,14 @@ def configs_copy(
     print(f"wrote {copy_config(name, destination)}")
 
 
+def utf8_locale() -> None:
+    """In a bare C locale (containers, cron) start once more in Python's UTF-8 mode: names of files, words of the command
+    line and what is read from the keyboard are UTF-8 there too."""
+    if not sys.flags.utf8_mode and codecs.lookup(sys.getfilesystemencoding()).name == "ascii":
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
 def safe_streams() -> None:
     """Printing never kills a run: what a stream cannot show becomes `?`; a bare C locale is taken as UTF-8."""
     for stream in (sys.stdout, sys.stderr):
@@ -317,6 +328,7 @@ def safe_streams() -> None:
 
 def main() -> None:
     """Entry point of the `frugal` command and of `python -m frugal`."""
+    utf8_locale()
     safe_streams()
     # bitsandbytes warns at import, on CPUs with bfloat16 instructions, of an optional inference kernel that is not used
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

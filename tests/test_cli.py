@@ -86,6 +86,21 @@ def test_printing_never_kills(tmp_path: Path, environment: dict[str, str]) -> No
     assert b"Traceback" not in wrong.stderr
 
 
+def test_names_and_words_are_utf8_in_a_c_locale(tmp_path: Path) -> None:
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    folder = tmp_path / "läufe 模型"
+    folder.mkdir()
+    (folder / "größe.yaml").write_text(CONFIG, encoding="utf-8")
+    done = frugal(
+        "train", "läufe 模型/größe.yaml", "data.system_prompt=Grüße", "--dry-run", cwd=tmp_path, **environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert "system_prompt: Grüße" in done.stdout.decode("utf-8")
+    missing = frugal("train", "ö.yaml", cwd=tmp_path, **environment)
+    assert missing.returncode == 2
+    assert "error: ö.yaml: no such file" in missing.stderr.decode("utf-8")
+
+
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m frugal schema | head -n 1"
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, timeout=60)

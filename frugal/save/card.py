@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from frugal.config import Config
+from frugal.fetch import is_known
 from frugal.files import read_json
 from frugal.models.source import BaseSource
 from frugal.save.run_folder import RunFolder
@@ -40,16 +41,7 @@ def adapter_card(
         "",
         f"A {method} adapter for `{base}`, trained with frugal.",
         "",
-        "```python",
-        "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'folder = "path/of/this/folder"',
-        "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), folder)',
-        "```",
-        "",
-        f"Or `frugal chat {name}`. Stop ids are in `generation_config.json`.",
+        *_use(config),
         "",
         "## Data",
         "",
@@ -71,6 +63,39 @@ def adapter_card(
         shown = ("frugal", "torch", "transformers", "peft", "bitsandbytes", "python")
         lines += ["## Versions", "", ", ".join(f"{key} {versions[key]}" for key in shown if key in versions), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _use(config: Config) -> list[str]:
+    """How to load the adapter with stock PEFT: lines that run as they are once both folders are named."""
+    model = config.model
+    base, imports = f'"{_public_name(model.base)}"', []
+    if is_known(model.base):
+        base, imports = f'fetch("{model.base}")', ["from frugal import fetch"]
+    elif Path(model.base).expanduser().is_dir():
+        base = f'"path/of/{_public_name(model.base)}"'
+    lines = [
+        "```python",
+        *imports,
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'folder = "path/of/this/folder"',
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        f"base = AutoModelForCausalLM.from_pretrained({base})",
+        "model = PeftModel.from_pretrained(base, folder)",
+        "```",
+        "",
+        "Or `frugal chat path/of/this/folder`. Stop ids are in `generation_config.json`.",
+    ]
+    if model.quantize == "nf4":
+        double = ", bnb_4bit_use_double_quant=True" if model.bnb_4bit_use_double_quant else ""
+        lines += [
+            "",
+            "It was trained over the base in NF4, which `frugal chat` uses. The lines above put it on unquantised weights, "
+            "where answers differ slightly; for the weights it was trained over pass "
+            f'`quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"{double})`.',
+        ]
+    return lines
 
 
 def merged_card(run: RunFolder, source: BaseSource, report: Sequence[str]) -> str:

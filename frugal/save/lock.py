@@ -32,11 +32,12 @@ class RunLock:
         self._say = say
         self._token = secrets.token_hex(8)
         self._held = False
-        self._made_folder = False
+        self._made: list[Path] = []  # folders that were not there, innermost first
 
     def __enter__(self) -> RunLock:
         try:
-            self._made_folder = not self.path.parent.exists()
+            folder = self.path.parent.absolute()
+            self._made = [place for place in (folder, *folder.parents) if not place.exists()]
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._take()
         except OSError as error:
@@ -52,8 +53,8 @@ class RunLock:
         if self._held and _read(self.path).get("token") == self._token:
             with contextlib.suppress(OSError):  # a folder that became read-only: the lock is recognised as stale
                 self.path.unlink()
-                if self._made_folder and not any(self.path.parent.iterdir()):
-                    self.path.parent.rmdir()  # the run failed before it wrote anything: leave nothing
+                for folder in self._made:  # the run failed before it wrote anything: leave nothing
+                    folder.rmdir()  # refuses a folder that holds something, and with it those above
         self._held = False
 
     def alive(self) -> None:

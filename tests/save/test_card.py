@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 from frugal.config import load_config
@@ -37,6 +39,24 @@ def test_an_adapters_card(tmp_path: Path) -> None:
     assert "| eval_loss | 1.25 |" in card
     assert "<img" not in card
     assert "\n# heading" not in card
+
+
+@pytest.mark.parametrize(
+    ("base", "line"),
+    [
+        ("smollm2-135m-instruct", 'from_pretrained(fetch("smollm2-135m-instruct"))'),  # no hub id: the hub has none
+        ("org/model", 'from_pretrained("org/model")'),
+    ],
+)
+def test_the_lines_of_an_adapters_card_find_the_base(base: str, line: str) -> None:
+    config = {"model": {"base": base}, "data": {"train": "r"}, "output": {"dir": "runs/mine"}}
+    card = adapter_card(load_config(config))
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    compile(code, "card", "exec")
+    assert line in code
+    assert ("from frugal import fetch" in code) == (base == "smollm2-135m-instruct")
+    assert "bnb_4bit_use_double_quant=True" in card
+    assert "BitsAndBytesConfig" not in adapter_card(load_config(config, ["model.quantize=none"]))
 
 
 def test_a_merged_models_card(tiny_llama_folder: Path, tmp_path: Path) -> None:

@@ -36,6 +36,16 @@ def _write(folder: Path, **entries: object) -> None:
     (folder / LOCK_NAME).write_text(json.dumps(entries))
 
 
+def test_a_run_that_wrote_nothing_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with RunLock(tmp_path / "mine" / "a" / "run"):
+        pass
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+    with RunLock(tmp_path / "mine" / "a" / "run"):
+        (tmp_path / "mine" / "a" / "run" / "config.yaml").touch()
+    assert (tmp_path / "mine" / "a" / "run" / "config.yaml").exists()
+
+
 def test_lock_of_a_dead_process_is_stale(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
