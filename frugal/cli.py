@@ -307,8 +307,10 @@ def configs_copy(
 
 
 def utf8_locale() -> None:
-    """In a bare C locale (containers, cron) start once more in Python's UTF-8 mode: names of files, words of the command
-    line and what is read from the keyboard are UTF-8 there too."""
+    """In a bare C locale (containers, cron) start once more in Python's UTF-8 mode.
+
+    Names of files, words of the command line and what is read from the keyboard are UTF-8 there too.
+    """
     if not sys.flags.utf8_mode and codecs.lookup(sys.getfilesystemencoding()).name == "ascii":
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])

@@ -91,8 +91,8 @@ def _use(config: Config) -> list[str]:
         double = ", bnb_4bit_use_double_quant=True" if model.bnb_4bit_use_double_quant else ""
         lines += [
             "",
-            "It was trained over the base in NF4, which `frugal chat` uses. The lines above put it on unquantised weights, "
-            "where answers differ slightly; for the weights it was trained over pass "
+            "It was trained over the base in NF4, which `frugal chat` uses. The lines above put it on unquantised "
+            "weights, where answers differ; for the weights it was trained over pass "
             f'`quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"{double})`.',
         ]
     return lines
