@@ -24,7 +24,10 @@ COUNTERPART: dict[str, str] = {
     # adapters
     **dict.fromkeys(["lora_r", "lora_rank", "rank", "peft_r", "lora_dim"], "lora.r"),
     **dict.fromkeys(["alpha", "loraalpha"], "lora.lora_alpha"),
-    **dict.fromkeys(["lora_target", "lora_target_modules", "lora_attn_modules", "targets"], "lora.target_modules"),
+    **dict.fromkeys(
+        ["lora_target", "lora_target_modules", "lora_target_linear", "lora_attn_modules", "targets"],
+        "lora.target_modules",
+    ),
     **dict.fromkeys(["additional_target", "lora_modules_to_save", "trainable_modules"], "lora.modules_to_save"),
     **dict.fromkeys(["peft_use_dora"], "lora.use_dora"),
     **dict.fromkeys(["peft_use_rslora", "rslora"], "lora.use_rslora"),
@@ -50,8 +53,11 @@ COUNTERPART: dict[str, str] = {
         ["sequence_len", "cutoff_len", "max_seq_length", "max_seq_len", "model_max_length", "block_size", "seq_length"],
         "data.max_length",
     ),
-    **dict.fromkeys(["sample_packing", "pack", "packed", "multipack"], "data.packing"),
-    **dict.fromkeys(["template", "chat_template_path", "prompt_template"], "data.chat_template"),
+    **dict.fromkeys(
+        ["sample_packing", "pack", "packed", "multipack", "packing_strategy", "eval_sample_packing", "eval_packing"],
+        "data.packing",
+    ),
+    **dict.fromkeys(["template", "chat_template_path", "chat_template_jinja", "prompt_template"], "data.chat_template"),
     **dict.fromkeys(["default_system", "system", "system_message"], "data.system_prompt"),
     **dict.fromkeys(
         ["train_on_inputs", "train_on_prompt", "assistant_only_loss", "completion_only_loss"], "data.train_on"
@@ -64,9 +70,13 @@ COUNTERPART: dict[str, str] = {
     **dict.fromkeys(["field_instruction", "formatting", "conversation", "type"], "data.train[].format"),
     **dict.fromkeys(["interleave_probs", "probability", "mix_weight"], "data.train[].weight"),
     **dict.fromkeys(["subset", "dataset_config"], "data.train[].name"),
-    **dict.fromkeys(["column_map", "field_messages", "message_property_mappings"], "data.train[].columns"),
+    **dict.fromkeys(
+        ["column_map", "field_messages", "message_property_mappings", "dataset_text_field"], "data.train[].columns"
+    ),
     # training
-    **dict.fromkeys(["num_epochs", "epochs", "n_epochs", "max_epochs", "num_train_epoch"], "train.num_train_epochs"),
+    **dict.fromkeys(
+        ["num_epochs", "epochs", "n_epochs", "max_epochs", "num_train_epoch", "num_epoch"], "train.num_train_epochs"
+    ),
     **dict.fromkeys(["total_steps", "max_iters", "max_train_steps", "max_steps_per_epoch"], "train.max_steps"),
     **dict.fromkeys(
         ["micro_batch_size", "batch_size", "per_device_batch_size", "train_batch_size", "per_gpu_train_batch_size"],
@@ -93,6 +103,7 @@ COUNTERPART: dict[str, str] = {
     **dict.fromkeys(
         [
             "gradient_checkpointing",
+            "gradient_checkpointing_kwargs",
             "use_gradient_checkpointing",
             "enable_activation_checkpointing",
             "enable_activation_offloading",
@@ -102,11 +113,13 @@ COUNTERPART: dict[str, str] = {
     ),
     # output
     **dict.fromkeys(["output_dir", "out_dir", "save_dir", "checkpoint_dir"], "output.dir"),
-    **dict.fromkeys(["save_interval", "checkpointing_steps"], "output.save_steps"),
-    **dict.fromkeys(["load_best_model_at_end"], "output.keep_best"),
+    **dict.fromkeys(["save_interval", "checkpointing_steps", "save_every"], "output.save_steps"),
+    **dict.fromkeys(["load_best_model_at_end", "metric_for_best_model"], "output.keep_best"),
 }
 """The key somewhere else -> the key here."""
 
+_PLACED = "has no counterpart: weights are loaded one by one straight to the device"
+_FUSED = "here it is memory.fused, on by default"
 REASON: dict[str, str] = {
     **dict.fromkeys(["load_in_4bit", "quantization_bit"], "write model.quantize: nf4 (or none)"),
     "load_in_8bit": "8-bit storage is not built; write model.quantize: nf4, or none for 16 bit",
@@ -131,12 +144,13 @@ REASON: dict[str, str] = {
         [
             "flash_attention",
             "flash_attn",
+            "flash_attention_2",
             "attn_implementation",
             "xformers_attention",
             "sdp_attention",
             "use_flash_attention_2",
         ],
-        "has no counterpart: the fastest attention that is exact here is chosen, and the manifest says which",
+        "here it is memory.attention; auto, the default, takes the best that the device can run",
     ),
     **dict.fromkeys(
         ["padding_side", "pad_to_sequence_len", "pad_to_multiple_of"],
@@ -181,6 +195,28 @@ REASON: dict[str, str] = {
         ["remove_unused_columns", "dataloader_num_workers", "dataloader_pin_memory"],
         "has no counterpart: not needed here",
     ),
+    **dict.fromkeys(["device_map", "low_cpu_mem_usage", "max_memory", "gpu_memory_limit"], _PLACED),
+    **dict.fromkeys(["use_unsloth", "enable_liger_kernel", "use_liger_kernel", "lora_mlp_kernel"], _FUSED),
+    **dict.fromkeys(["lora_qkv_kernel", "lora_o_kernel"], _FUSED),
+    **dict.fromkeys(["use_cache", "fan_in_fan_out", "lora_fan_in_fan_out", "save_safetensors"], "has no counterpart"),
+    **dict.fromkeys(["ddp_timeout", "ddp_find_unused_parameters", "full_determinism"], "has no counterpart"),
+    **dict.fromkeys(["disable_tqdm", "include_num_input_tokens_seen", "logging_dir"], "has no counterpart"),
+    "plot_loss": "has no counterpart: report.html in the run's folder shows the loss",
+    "save_only_model": "has no counterpart: checkpoints hold the optimizer, so that a run can go on",
+    "auto_find_batch_size": "set train.per_device_train_batch_size; the loss does not depend on it",
+    **dict.fromkeys(
+        ["global_batch_size", "effective_batch_size", "total_batch_size"],
+        "it is train.per_device_train_batch_size times train.gradient_accumulation_steps; set these",
+    ),
+    **dict.fromkeys(
+        ["shuffle", "shuffle_merged_datasets", "shuffle_buffer_size"],
+        "has no counterpart: the order depends on train.seed alone",
+    ),
+    **dict.fromkeys(["streaming", "ds_type"], "has no counterpart: files are read whole, their kind is recognised"),
+    **dict.fromkeys(["early_stopping_patience", "lr_scheduler_kwargs", "lr_groups"], "is not built"),
+    **dict.fromkeys(
+        ["resize_token_embeddings_to_32x", "rope_scaling"], "has no counterpart: the base's own tables and positions"
+    ),
     **dict.fromkeys(["compile", "torch_compile"], "has no counterpart: memory.fused replaces modules instead"),
     **dict.fromkeys(["neftune_noise_alpha", "label_smoothing_factor"], "is not built"),
     **dict.fromkeys(
@@ -188,6 +224,10 @@ REASON: dict[str, str] = {
     ),
 }
 """The key somewhere else -> what to do instead, where no single key takes its place."""
+
+
+THE_KEYS = "; its keys are "
+"""What the list of a section's keys begins with; a message gives each list once."""
 
 
 def leaves() -> dict[str, list[str]]:
@@ -212,6 +252,8 @@ def explain_unknown(section_path: str, key: str, model: type[BaseModel]) -> str:
     places = leaves()
     if word in known:
         return f"unknown key {where}; write {word}"
+    if word in Config.model_fields:
+        return f"unknown key {where}; it is a section of its own, at the top level"
     if word in places:
         return f"unknown key {where}; it belongs in {_belongs(places[word])}"
     if model is DataSection and word in SourceSection.model_fields:
@@ -233,7 +275,7 @@ def explain_unknown(section_path: str, key: str, model: type[BaseModel]) -> str:
         )
     if not section_path:
         return f"unknown key {where}; the sections are {', '.join(known)} (keys that start with x- are left alone)"
-    return f"unknown key {where}; its keys are {', '.join(known)}"
+    return f"unknown key {where}{THE_KEYS}{', '.join(known)}"
 
 
 def _like(left: str, right: str) -> float:

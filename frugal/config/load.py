@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from frugal.config import checks, coerce
-from frugal.config.foreign import explain_unknown, leaves
+from frugal.config.foreign import THE_KEYS, explain_unknown, leaves
 from frugal.config.models import Config, SourceSection
 from frugal.config.yaml import Document, Fault, Path, Plain, YamlError, is_null, parse, show_path
 from frugal.errors import ConfigError
@@ -58,14 +58,21 @@ def read_file(path: pathlib.Path) -> Document:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file. `frugal configs list` shows ready ones{_nearby(path)}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}: a folder, not a YAML file") from None
+        raise ConfigError(f"{path}: a folder, not a YAML file{_inside(path)}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x})") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{str(path)!a}: this process names files in {error.encoding}, which lacks letters of that path. "
+            "Start Python with -X utf8, or under a UTF-8 locale (LC_ALL=C.UTF-8)"
+        ) from None
     try:
         document = parse(text)
     except YamlError as error:
+        if path.suffix.lower() in (".jsonl", ".ndjson", ".csv", ".tsv", ".txt"):
+            raise ConfigError(f"{path}: rows, not a configuration; name it as data.train in a YAML file") from None
         raise ConfigError(f"{path}: {error}") from None
     if document.tree is None or is_null(document.tree):
         raise ConfigError(f"{path}: the file is empty. It needs at least model.base, data.train and output.dir")
@@ -80,6 +87,11 @@ def _nearby(path: pathlib.Path) -> str:
     names = [entry.name for entry in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {path.with_name(near[0])}?" if near else ""
+
+
+def _inside(path: pathlib.Path) -> str:
+    names = sorted(entry.name for entry in path.glob("*.y*ml"))[:5]
+    return f". In it: {', '.join(names)}" if names else ""
 
 
 class _Loader:
@@ -217,11 +229,14 @@ class _Loader:
     def message(self) -> str:
         faults = sorted(dict.fromkeys(self.faults), key=lambda fault: (fault.line == 0, fault.line))
         lines = []
+        listed: set[str] = set()
         for fault in faults:
             where = f"{fault.origin}: " if fault.origin else ""
             shown = show_path(fault.path)
             key = f"{shown}: " if shown and f"override {shown}=" not in where else ""
-            lines.append(f"{where}{key}{fault.message}")
+            what, mark, known = fault.message.partition(THE_KEYS)
+            lines.append(f"{where}{key}{what}" + ("" if known in listed else mark + known))
+            listed.add(known)
         if len(lines) == 1:
             return f"{self.name}: {lines[0]}"
         return f"{self.name}: {len(lines)} faults\n" + "\n".join(f"  {line}" for line in lines)

@@ -265,3 +265,29 @@ def test_random_values_give_one_error_or_a_config() -> None:
             tree[section] = {key: rng.choice(values) for key in keys} | dict(MINIMAL.get(section, {}))
         with contextlib.suppress(ConfigError):
             assert isinstance(load_config(tree), Config)
+
+
+def test_the_keys_of_a_section_are_listed_once() -> None:
+    message = refused({**MINIMAL, "train": {"zzz": 1, "yyy": 2, "output": "x"}, "lora": {"xxx": 3}})
+    assert message.count("its keys are num_train_epochs") == 1
+    assert message.count("its keys are r, lora_alpha") == 1
+    assert message.count("unknown key in train") == 3
+    assert "train.output: unknown key in train; it is a section of its own, at the top level" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("lora_target_linear", "lora.target_modules"),
+        ("flash_attention", "memory.attention"),
+        ("plot_loss", "report.html"),
+        ("global_batch_size", "train.gradient_accumulation_steps"),
+        ("streaming", "has no counterpart"),
+        ("use_unsloth", "memory.fused"),
+    ],
+)
+def test_other_tools_keys_say_what_takes_their_place(key: str, hint: str) -> None:
+    message = refused({**MINIMAL, key: True})
+    assert f"{key}: unknown key at the top level; " in message
+    assert hint in message
+    assert "did you mean" not in message
