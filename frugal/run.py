@@ -18,6 +18,7 @@ from frugal.memory.checkpoint import apply_activation_checkpointing
 from frugal.models.attention import use_attention
 from frugal.models.tokenizer import rows_needed
 from frugal.ops.choice import check_attention
+from frugal.run_memory import forecast, limit_allocator, probe, start_ladder
 from frugal.run_record import RunRecord
 from frugal.run_steps import (
     check_disk,
@@ -34,10 +35,11 @@ from frugal.save.final import save_final
 from frugal.save.lock import hold
 from frugal.save.resume import check_plan, data_fingerprint, starting_point
 from frugal.save.run_folder import open_run
-from frugal.save.writer import CheckpointWriter, put_adapter, restore
+from frugal.save.writer import CheckpointWriter, put_adapter, restore, side_files
 from frugal.train import ranks
 from frugal.train.device import device_of, make_accelerator
 from frugal.train.evaluate import evaluate_rows
+from frugal.train.in_backward import place_of_step
 from frugal.train.loop import Hooks, Job, LoopState, train_loop
 from frugal.train.loss import LossModule
 from frugal.train.optim import build_optimizer, trainable
@@ -86,6 +88,13 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
     device = device_of(accelerator)
     dtype = resolve_dtype(config.model.dtype, device)
     check_attention(device.torch_device, dtype.compute, config.memory.attention)
+    step_place = place_of_step(
+        config.memory.optimizer_in_backward,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        max_grad_norm=settings.max_grad_norm,
+        loss_scaling=dtype.loss_scaling,
+        world_size=ranks.world_size(),
+    )
     tell = say if ranks.rank() == 0 else silent
     start = ranks.on_first(lambda: starting_point(run_dir, plain, resume, tell))
     with ExitStack() as cleanup:
@@ -102,6 +111,12 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             check_plan(checkpoint.folder, checkpoint.state, plan.as_dict(), rows_hash)
         record = cleanup.enter_context(RunRecord(config, run_dir, plan, base, data))
         record.computes_on(device, dtype, ranks.world_size())
+        record.manifest.choose("optimizer step", step_place.name, why=step_place.reason)
+        grouped = settings.group_by_length and not config.data.packing
+        order = StepOrder(data.train.lengths, plan, seed=settings.seed, group_by_length=grouped)
+        vocab_size = rows_needed(tokenizer, base.config())
+        foreseen = forecast(config, base.config(), data, plan, order, device, dtype, vocab_size)
+        limit_allocator(config, device)
 
         loaded = load_model(config, base, tokenizer, device, dtype)
         model, parameters = loaded.model, trainable(loaded.model)
@@ -115,20 +130,19 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             state = restore(checkpoint, model, optimizer, device.torch_device, seed=settings.seed, say=tell)
         record.before(model, tokenizer, state.step)
 
-        scratch_dir = config.memory.scratch_dir or run_dir
-        handle = apply_activation_checkpointing(model, config.memory.checkpoint, scratch_dir=scratch_dir)
-        cleanup.callback(handle.close)
+        scratch_dir = config.memory.scratch_dir or str(run_dir)
+        handle = apply_activation_checkpointing(model, foreseen.policy, scratch_dir=scratch_dir)
         module = LossModule(model, chunk_tokens=config.memory.loss_chunk_tokens)
         record.implementations(loaded, module.head)
         writer = CheckpointWriter(
-            run_dir, model, optimizer, plan, plain, rows_hash, config.output, device.torch_device, lock, tell
-        )
-        grouped = settings.group_by_length and not config.data.packing
+            run_dir, model, optimizer, plan, plain, rows_hash, config.output, device.torch_device, lock, tell,
+            side_files(tokenizer, base=base.path, config=config), record.base_fingerprint,
+        )  # fmt: skip
         job = Job(
             module=module,
             optimizer=optimizer,
             plan=plan,
-            order=StepOrder(data.train.lengths, plan, seed=settings.seed, group_by_length=grouped),
+            order=order,
             train=settings,
             rows=data.train,
             eval_rows=data.eval if data.eval is not None and len(data.eval) else None,
@@ -139,10 +153,15 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             save_steps=config.output.save_steps,
             keep_best=config.output.keep_best,
             loss_scaling=dtype.loss_scaling,
+            step_in_backward=step_place.in_backward,
         )
+        ladder = start_ladder(config, job, handle, scratch_dir, foreseen, record.say)
+        cleanup.callback(ladder.close)
+        if state.step < plan.total_steps:
+            record.memory(foreseen, probe(config, job, ladder, first_step=state.step), ladder)
         record.begin(accelerator, state.step)
         with StopRequest(record.say) as stop:
-            state = train_loop(job, Hooks(record.step, writer.save, stop), state)
+            state = train_loop(job, Hooks(record.step, writer.save, stop, ladder.next), state)
 
         kept_best = config.output.keep_best and state.best_step is not None
         if kept_best:

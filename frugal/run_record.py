@@ -22,10 +22,13 @@ from frugal.models.head import HeadSpec
 from frugal.models.source import BaseSource
 from frugal.models.tokenizer import zero_embedding_rows
 from frugal.report import write_report
+from frugal.run_memory import Forecast, measured_lines
 from frugal.run_steps import TrainableModel
 from frugal.save.card import adapter_card
 from frugal.train import ranks
+from frugal.train.ladder import Ladder
 from frugal.train.log import TrainLog
+from frugal.train.probe import ProbeResult
 from frugal.train.progress import Reporter, say
 from frugal.train.schedule import TrainPlan
 from frugal.train.summary import TrainResult, summary_lines
@@ -119,7 +122,17 @@ class RunRecord:
             self.manifest.add("modules", loaded.swaps.to_json())
             self.say(f"fused modules: {replaced}, left as they are: {kept} (manifest.json says why)")
         self.manifest.choose("loss", "chunked, no logits" if head.exact else "stock logits", why=head.reason)
-        self.manifest.choose("activation checkpointing", self.config.memory.checkpoint)
+
+    def memory(self, foreseen: Forecast, measured: ProbeResult, ladder: Ladder) -> None:
+        """Note forecast and measured peak side by side, and what an out-of-memory changed."""
+        if not self.first:
+            return
+        self.manifest.choose("activation checkpointing", ladder.handle.policy, why=foreseen.reason)
+        self.manifest.add("forecast", foreseen.plan.to_json() if foreseen.plan is not None else foreseen.reason)
+        self.manifest.add("probe", asdict(measured))
+        self.manifest.add("memory ladder", ladder.taken)
+        for line in measured_lines(foreseen, measured, ladder.taken):
+            self.say(line)
 
     def before(self, model: Any, tokenizer: Any, step: int) -> None:
         """Warnings about tokens the base was never trained on, and answers before training.

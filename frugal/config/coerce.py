@@ -172,11 +172,15 @@ def _whole(value: Any, path: Path, report: Report) -> Any:
 def _choice(options: tuple[Any, ...], value: Any, path: Path, report: Report) -> Any:
     if isinstance(value, str) and str(value) in options:
         return str(value)
-    allowed = ", ".join(map(str, options))
+    flag = read_bool(value) if isinstance(value, str) else value
+    if isinstance(flag, bool) and any(option is flag for option in options):
+        return flag
+    words = [str(option).lower() if isinstance(option, bool) else option for option in options]
+    allowed = ", ".join(words)
     nothing = is_null(value) or value is False or (isinstance(value, str) and read_bool(value) is False)
     if nothing and "none" in options:
         report(path, f"got {got(value)}; allowed: {allowed}. Write none to turn it off")
-    elif isinstance(value, str) and value.lower() in options:
+    elif isinstance(value, str) and value.lower() in words:
         report(path, f"got {got(value)}; allowed: {allowed}. Write {value.lower()}")
     else:
         report(path, f"got {got(value)}; allowed: {allowed}")

@@ -93,7 +93,7 @@ def _type(annotation: Any) -> str:
         return "source"
     origin = typing.get_origin(annotation)
     if origin is typing.Literal:
-        return ", ".join(f"`{value}`" for value in arguments)
+        return ", ".join(f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in arguments)
     if origin is list:
         return f"list of {_type(arguments[0])}"
     if origin is dict:

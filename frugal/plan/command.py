@@ -33,7 +33,8 @@ def run(planner: Planner, *, as_json: bool, sweep: bool, solve: bool) -> bool:
 def as_comments(config: Config) -> list[str]:
     """The plan for the device found here, as lines of YAML comments; a base that cannot be had is said, no error."""
     try:
-        text = lines(make_planner(config).plan())
+        # what `frugal train` forecasts too; `frugal plan` has the longest sequence and every phase
+        text = lines(make_planner(config).plan(with_line=False, simulated=("steady_step", "evaluation")))
     except FrugalError as error:
         text = [f"no plan: {error}"]
     return [f"# {line}".rstrip() for line in text]

@@ -109,6 +109,7 @@ def build_fake(
     if vocab_size is not None and config.get_text_config().vocab_size < vocab_size:
         config.get_text_config().vocab_size = vocab_size
     base = build_meta(config, trust_remote_code=model.trust_remote_code)
+    base.config._name_or_path = base.name_or_path = model.base
     stored = stored_dtype(config)
     count = sum(p.numel() for p in base.parameters())
     dense = {name: p.numel() * stored.itemsize for name, p in base.named_parameters()}

@@ -8,6 +8,7 @@ of turn.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def save_side_files(folder: Path, tokenizer: Any, *, base: Path | None = None, c
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
-        tokenizer.save_pretrained(str(beside))
+        _save_tokenizer(tokenizer, beside)
         for file in sorted(beside.iterdir()):
             if file.is_file():
                 fsync_file(file)
@@ -107,6 +108,18 @@ def save_side_files(folder: Path, tokenizer: Any, *, base: Path | None = None, c
         raise CheckpointError(f"Cannot write into {folder}: {error}. Free space or choose another folder.") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(str(folder))
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers' own writer reports a full disk as a plain Exception
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), str(error)) from error
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -13,9 +13,11 @@ from peft import PeftModel, set_peft_model_state_dict
 from torch.optim import Optimizer
 
 from frugal.adapters import adapter_state, save_adapter
-from frugal.config import OutputSection
+from frugal.config import Config, OutputSection, dump_yaml
 from frugal.errors import CheckpointError
+from frugal.files import write_text
 from frugal.save.checkpoint import ADAPTER_FILE, CheckpointParts, LoadedCheckpoint, save_checkpoint
+from frugal.save.export_adapter import save_side_files
 from frugal.save.lock import RunLock
 from frugal.save.resume import config_hash
 from frugal.save.rotation import rotate
@@ -42,6 +44,9 @@ class CheckpointWriter:
     device: torch.device
     lock: RunLock | None
     say: Callable[[str], None] = print
+    side_files: Callable[[Path], None] | None = None
+    """Writes what a checkpoint needs to be used without its run; see `side_files`."""
+    base_fingerprint: str | None = None
 
     def save(self, state: LoopState) -> None:
         """Write `checkpoint-<step>`, then delete what `save_total_limit` has no room for."""
@@ -69,7 +74,9 @@ class CheckpointWriter:
         rotate(self.run_dir, limit=self.output.save_total_limit, best_step=best)
 
     def _write_adapter(self, folder: Path) -> None:
-        save_adapter(self.model, folder)
+        save_adapter(self.model, folder, base_fingerprint=self.base_fingerprint)
+        if self.side_files is not None:
+            self.side_files(folder)
 
     def _rescue(self, step: int) -> str:
         """Save the adapter in the system's temporary folder, so that its training is not lost. Returns a sentence."""
@@ -79,6 +86,21 @@ class CheckpointWriter:
         except Exception as error:  # whatever it is, the first error is the one to report
             return f"The adapter of step {step} could not be saved in {folder} either ({error})."
         return f"The adapter of step {step} (without optimizer state) was saved in {folder}."
+
+
+def side_files(tokenizer: Any, *, base: Path, config: Config) -> Callable[[Path], None]:
+    """Writes tokenizer, chat template, stop ids and config.yaml: a checkpoint alone can be chatted with and merged."""
+
+    def write(folder: Path) -> None:
+        try:
+            save_side_files(folder, tokenizer, base=base)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):  # told as any other file of the checkpoint that cannot be written
+                raise error.__cause__ from None
+            raise
+        write_text(folder / "config.yaml", dump_yaml(config))
+
+    return write
 
 
 def put_adapter(model: PeftModel, folder: Path) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -20,15 +22,21 @@ from torch.optim import Optimizer
 from frugal.config import TrainSection
 from frugal.data import TokenDataset, collate
 from frugal.errors import FrugalError, Interrupted
+from frugal.memory.pressure import is_out_of_memory
 from frugal.train import ranks
 from frugal.train.evaluate import EvalResult, evaluate_rows, to_device
+from frugal.train.in_backward import step_in_backward
 from frugal.train.loss import LossModule
 from frugal.train.optim import set_rate
+from frugal.train.randomness import rng_state, set_rng_state
 from frugal.train.schedule import StepOrder, TrainPlan, split_window
 from frugal.train.signals import StopRequest
 
 if sys.platform != "win32":
     import resource
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -72,6 +80,8 @@ class Job:
     keep_best: bool = False
     """Save whenever an evaluation was the best so far."""
     loss_scaling: bool = False
+    step_in_backward: bool = False
+    """Update each parameter inside backward where a window is one micro-batch; see `train.in_backward`."""
 
 
 @dataclass
@@ -83,6 +93,8 @@ class Hooks:
     save: Callable[[LoopState], None]
     """Writes a checkpoint; called by every rank."""
     stop: StopRequest
+    out_of_memory: Callable[[str], None] | None = None
+    """Makes the run need less, or raises; then the same step is done again. Given the reason."""
 
 
 def train_loop(job: Job, hooks: Hooks, state: LoopState) -> LoopState:
@@ -97,13 +109,13 @@ def train_loop(job: Job, hooks: Hooks, state: LoopState) -> LoopState:
     wrapped = _wrap(job)
     wrapped.train()
     if state.step == 0 and job.eval_rows is not None:
-        first = _evaluate(job)
+        first = _climbing(job, hooks, lambda: _evaluate(job))
         state.first_eval_loss = state.eval_loss = first.loss
         hooks.record({"step": 0, "epoch": 0.0, "eval_loss": first.loss, "eval_perplexity": first.perplexity})
     while state.step < job.plan.total_steps:
-        record = _one_step(job, wrapped, scaler, state)
+        record = _one_step(job, wrapped, scaler, state, hooks)
         if job.eval_rows is not None and _due(job.train.eval_steps, state.step, job.plan):
-            record.update(_evaluate_and_compare(job, state))
+            record.update(_evaluate_and_compare(job, state, hooks))
         hooks.record(record)
         exit_code = ranks.any_rank(hooks.stop.exit_code)
         best_now = job.keep_best and state.best_step == state.step
@@ -128,7 +140,13 @@ def _wrap(job: Job) -> torch.nn.Module:
     return wrapped
 
 
-def _one_step(job: Job, wrapped: torch.nn.Module, scaler: torch.amp.GradScaler, state: LoopState) -> dict[str, Any]:
+def _one_step(
+    job: Job,
+    wrapped: torch.nn.Module,
+    scaler: torch.amp.GradScaler,
+    state: LoopState,
+    hooks: Hooks | None = None,
+) -> dict[str, Any]:
     """One optimizer step. Returns its record."""
     begun = time.perf_counter()
     rows = job.order.rows_of(state.step)
@@ -137,9 +155,11 @@ def _one_step(job: Job, wrapped: torch.nn.Module, scaler: torch.amp.GradScaler, 
     if targets == 0:
         raise AssertionError(f"step {state.step}: rows without targets reached the loop: {rows}")
     rate = set_rate(job.optimizer, job.rate_factor(state.step))
-    loss = _accumulate(job, wrapped, scaler, rows, targets)
-    scaler.unscale_(job.optimizer)
-    norm = _grad_norm(job)
+    loss, norm = _climbing(job, hooks, lambda: _loss_and_norm(job, wrapped, scaler, rows, targets))
+    stepped = norm is not None
+    if norm is None:
+        scaler.unscale_(job.optimizer)
+        norm = grad_norm(job)
     if not (math.isfinite(loss) and (math.isfinite(norm) or job.loss_scaling)):
         job.optimizer.zero_grad(set_to_none=True)
         raise FrugalError(
@@ -147,8 +167,9 @@ def _one_step(job: Job, wrapped: torch.nn.Module, scaler: torch.amp.GradScaler, 
             f"them; the rows of that step are {rows[:8]}. Lower train.learning_rate, or look at these rows."
         )
     scale_before = scaler.get_scale()
-    scaler.step(job.optimizer)
-    scaler.update()
+    if not stepped:
+        scaler.step(job.optimizer)
+        scaler.update()
     job.optimizer.zero_grad(set_to_none=True)
     if job.loss_scaling and scaler.get_scale() < scale_before:
         state.skipped_steps += 1
@@ -171,6 +192,38 @@ def _one_step(job: Job, wrapped: torch.nn.Module, scaler: torch.amp.GradScaler, 
         "peak_memory_bytes": peak_memory_bytes(job.accelerator.device),
         "rows_sha256": rows_sha256(rows),
     }
+
+
+def _climbing(job: Job, hooks: Hooks | None, action: Callable[[], T]) -> T:
+    """Do ``action``; after an out-of-memory from the same state again, with what the ladder changed."""
+    device = job.accelerator.device
+    while True:
+        generators = rng_state(device)
+        try:
+            return action()
+        except Exception as error:
+            # several ranks would have to agree on a rung in the middle of a collective operation
+            if hooks is None or hooks.out_of_memory is None or ranks.world_size() > 1 or not is_out_of_memory(error):
+                raise
+            reason = str(error)
+            traceback.clear_frames(error.__traceback__)
+        job.optimizer.zero_grad(set_to_none=True)
+        set_rng_state(generators, device)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        hooks.out_of_memory(reason)
+
+
+def _loss_and_norm(
+    job: Job, wrapped: torch.nn.Module, scaler: torch.amp.GradScaler, rows: list[int], targets: int
+) -> tuple[float, float | None]:
+    """The window's loss, with its gradients left in place; or with the step done already, and then their norm."""
+    # the micro-batch is looked at each time: the ladder may have made it smaller, and then gradients add up
+    if job.step_in_backward and len(rows) <= job.train.per_device_train_batch_size:
+        batch = to_device(_collate(job, rows, rows[0]), job.accelerator.device)
+        return step_in_backward(wrapped, job.optimizer, batch, targets)
+    return _accumulate(job, wrapped, scaler, rows, targets), None
 
 
 def _accumulate(
@@ -211,7 +264,7 @@ def _collate(job: Job, micro: list[int], spare: int) -> dict[str, torch.Tensor]:
     return batch
 
 
-def _grad_norm(job: Job) -> float:
+def grad_norm(job: Job) -> float:
     """Global L2 norm before clipping; clips when max_grad_norm is set."""
     parameters = [parameter for group in job.optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -240,8 +293,8 @@ def _evaluate(job: Job) -> EvalResult:
     )
 
 
-def _evaluate_and_compare(job: Job, state: LoopState) -> dict[str, float]:
-    result = _evaluate(job)
+def _evaluate_and_compare(job: Job, state: LoopState, hooks: Hooks) -> dict[str, float]:
+    result = _climbing(job, hooks, lambda: _evaluate(job))
     state.eval_loss = result.loss
     if state.best_eval_loss is None or result.loss < state.best_eval_loss:
         state.best_eval_loss, state.best_step = result.loss, state.step

@@ -25,7 +25,8 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
         self.head: HeadSpec = split_head(model, prove=prove)
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
+        """Tokens of one chunk of logits; None: by size."""
 
     def forward(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Sum of losses (fp32 scalar) and number of targets (int64 scalar).
@@ -37,5 +38,5 @@ class LossModule(nn.Module):
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         labels = batch["labels"]
         count = (shift_labels(labels) != IGNORE_INDEX).sum()
-        loss_sum = self.head.loss_sum(inputs, labels, chunk_tokens=self._chunk_tokens)
+        loss_sum = self.head.loss_sum(inputs, labels, chunk_tokens=self.chunk_tokens)
         return loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32)), count

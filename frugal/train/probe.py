@@ -1,0 +1,161 @@
+"""The first step before the first step: the longest micro-batch of the whole run, through all that a step does.
+
+What does not fit shows here, at step 0, and not hours later. Adapter, optimizer state and random generators are put
+back bit for bit, so that a run with a probe is the run without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from frugal.data import collate
+from frugal.meter import LiveBytesMeter
+from frugal.train import ranks
+from frugal.train.evaluate import evaluate_rows, to_device
+from frugal.train.in_backward import OptimizerInBackward
+from frugal.train.loop import Job, grad_norm
+from frugal.train.randomness import rng_state, set_rng_state
+from frugal.train.schedule import StepOrder, TrainPlan, split_window
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Peaks of the probe. On a CPU of live tensors, on CUDA of the allocator."""
+
+    step_bytes: int
+    eval_bytes: int
+    rows: int
+    tokens: int
+    """Of the micro-batch that was probed, padding counted."""
+
+
+def micro_batch_tokens(lengths: np.ndarray, rows: list[int], *, flat: bool) -> int:
+    """Tokens that a micro-batch of these rows computes on."""
+    picked = lengths[rows]
+    return int(picked.sum()) if flat else int(picked.max()) * len(rows)
+
+
+def longest_micro_batch(
+    order: StepOrder, plan: TrainPlan, lengths: np.ndarray, *, micro: int, flat: bool, first_step: int = 0
+) -> list[int]:
+    """Row ids of the micro-batch with the most tokens among all steps from ``first_step`` on, on any rank."""
+    world = ranks.world_size()
+    longest: list[int] = []
+    most = -1
+    for step in range(first_step, plan.total_steps):
+        window = order.rows_of(step)
+        for rank in range(world):
+            for rows in split_window(window, micro=micro, rank=rank, world_size=world):
+                tokens = micro_batch_tokens(lengths, rows, flat=flat) if rows else 0
+                if tokens > most:
+                    longest, most = rows, tokens
+    return longest
+
+
+def longest_first(lengths: np.ndarray) -> list[int]:
+    """Row ids as evaluation takes them."""
+    return sorted(range(len(lengths)), key=lambda row: (-int(lengths[row]), row))
+
+
+def longest_eval_rows(job: Job) -> list[int]:
+    """Row ids of the evaluation batch with the most tokens."""
+    if job.eval_rows is None:
+        return []
+    return longest_first(job.eval_rows.lengths)[: job.train.per_device_eval_batch_size]
+
+
+def run_probe(job: Job, *, first_step: int = 0, limit_bytes: int | None = None) -> ProbeResult:
+    """Run it. ``limit_bytes``: the budget, enforced by the meter where storages are followed (not on CUDA, whose
+    allocator has a limit of its own).
+
+    Raises what an out-of-memory raises; everything is put back then too.
+    """
+    device = job.accelerator.device
+    rows = longest_micro_batch(
+        job.order,
+        job.plan,
+        job.rows.lengths,
+        micro=job.train.per_device_train_batch_size,
+        flat=job.flat,
+        first_step=first_step,
+    )
+    with _put_back(job):
+        with LiveBytesMeter(job.module, job.optimizer, limit_bytes=limit_bytes) as meter:
+            _step(job, rows, device)
+        step_bytes = meter.peak_bytes
+        eval_bytes = 0
+        chosen = longest_eval_rows(job)
+        if chosen and job.eval_rows is not None:
+            bounds = job.eval_rows.row_docs
+            groups = [range(int(bounds[row]), int(bounds[row + 1])) for row in chosen]
+            with LiveBytesMeter(job.module, job.optimizer, limit_bytes=limit_bytes) as meter:
+                evaluate_rows(
+                    job.module,
+                    job.eval_rows.grouped(groups),
+                    batch_size=len(chosen),
+                    pad_id=job.pad_id,
+                    flat=job.flat,
+                    device=device,
+                )
+            eval_bytes = meter.peak_bytes
+    tokens = micro_batch_tokens(job.rows.lengths, rows, flat=job.flat)
+    return ProbeResult(step_bytes, eval_bytes, len(rows), tokens)
+
+
+def _step(job: Job, rows: list[int], device: torch.device) -> None:
+    """Forward, backward, norm and update of one micro-batch, as a step does them."""
+    parameters = [parameter for group in job.optimizer.param_groups for parameter in group["params"]]
+    if job.train.gradient_accumulation_steps > 1:  # later micro-batches find gradients there
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+    job.module.train()
+    batch = to_device(collate([job.rows[row] for row in rows], job.pad_id, flat=job.flat), device)
+    if job.step_in_backward:
+        loss_sum, count = job.module(batch)
+        with OptimizerInBackward(job.optimizer, gradient_accumulation_steps=1, max_grad_norm=0.0):
+            (loss_sum / count.clamp(min=1)).backward()
+        return
+    loss_sum, count = job.module(batch)
+    (loss_sum / count.clamp(min=1)).backward()
+    grad_norm(job)
+    job.optimizer.step()
+    job.optimizer.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def _put_back(job: Job) -> Iterator[None]:
+    """Weights, optimizer state, random generators and mode afterwards are those before, bit for bit."""
+    device = job.accelerator.device
+    generators = rng_state(device)
+    training = job.module.training
+    parameters = [parameter for group in job.optimizer.param_groups for parameter in group["params"]]
+    weights = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
+    state = {parameter: _copied(values) for parameter, values in job.optimizer.state.items()}
+    try:
+        yield
+    finally:
+        job.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for parameter, before in zip(parameters, weights, strict=True):
+                parameter.copy_(before)
+        job.optimizer.state.clear()
+        for parameter, values in state.items():
+            job.optimizer.state[parameter] = {
+                key: value[0].to(value[1]) if isinstance(value, tuple) else value for key, value in values.items()
+            }
+        job.module.train(training)
+        set_rng_state(generators, device)
+
+
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    """State on the host: (copy, device) for a tensor."""
+    return {
+        key: (value.detach().to("cpu", copy=True), value.device) if isinstance(value, torch.Tensor) else value
+        for key, value in values.items()
+    }
