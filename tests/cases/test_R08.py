@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
+from frugal.config import load_config
 from frugal.errors import CheckpointError
 from frugal.save.checkpoint import CheckpointParts, find_latest, save_checkpoint, why_incomplete
 from frugal.save.lock import RunLock
+from frugal.save.writer import side_files
 from frugal.train.log import TrainLog, read_log
 from frugal.train.optim import OptimizerState
 
@@ -69,6 +72,37 @@ def test_earlier_stays_and_the_broken_one_goes(tmp_path: Path, limit: int) -> No
             save_checkpoint(tmp_path, 1, parts(100_000))
 
     assert with_file_limit(limit, fails_again) == 0
+    assert why_incomplete(tmp_path / "checkpoint-1") is None
+
+
+def test_the_tokenizer_of_a_checkpoint_on_a_full_disk(tmp_path: Path, tiny_llama_folder: Path) -> None:
+    """Its own writer reports a full disk in another way; the message and what stays are the same."""
+    config = load_config({"model": {"base": "m"}, "data": {"train": "r"}, "output": {"dir": str(tmp_path)}})
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama_folder)
+    more = side_files(tokenizer, base=tiny_llama_folder, config=config)
+
+    def with_tokenizer() -> CheckpointParts:
+        made = parts(10)
+        adapter = made.write_adapter
+
+        def both(folder: Path) -> None:
+            adapter(folder)
+            more(folder)
+
+        return CheckpointParts(both, made.optimizer, made.rng, made.state)
+
+    save_checkpoint(tmp_path, 1, with_tokenizer())
+    assert (tmp_path / "checkpoint-1" / "tokenizer.json").stat().st_size > 8_000
+
+    def fails() -> None:
+        with pytest.raises(CheckpointError) as caught:
+            save_checkpoint(tmp_path, 2, with_tokenizer())
+        message = str(caught.value)
+        assert "Free some space there" in message, message
+        assert str(tmp_path / "checkpoint-2") in message, message
+
+    assert with_file_limit(8_000, fails) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     assert why_incomplete(tmp_path / "checkpoint-1") is None
 
 
