@@ -78,7 +78,8 @@ class Manifest:
         self.content: dict[str, Any] = dict(content or {})
         if not content:
             self.content = {"format": FORMAT, "status": "created", "created": now(), "versions": versions()}
-            self.content["command"] = [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else []
+            words = [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else []
+            self.content["command"] = [word.encode("utf-8", "replace").decode() for word in words]
             if commit := git_commit():
                 self.content["source"] = commit
 

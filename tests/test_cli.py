@@ -29,7 +29,7 @@ def frugal(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
     ("arguments", "message"),
     [
         (["train", "nowhere.yaml"], "error: nowhere.yaml: no such file. `frugal configs list` shows ready ones\n"),
-        (["train", "."], "error: .: a folder, not a YAML file\n"),
+        (["train", "."], "error: .: a folder, not a YAML file. In it: c.yaml\n"),
         (["train", "c.yaml", "--num_epochs", "3"], "override '--num_epochs': neither an option nor key.sub=value"),
         (["preview", "c.yaml", "train.sede=1"], "did you mean seed?"),
         (["fetch", "nothing"], "error: frugal fetch does not know 'nothing'"),
@@ -99,6 +99,15 @@ def test_names_and_words_are_utf8_in_a_c_locale(tmp_path: Path) -> None:
     missing = frugal("train", "ö.yaml", cwd=tmp_path, **environment)
     assert missing.returncode == 2
     assert "error: ö.yaml: no such file" in missing.stderr.decode("utf-8")
+
+
+def test_words_that_are_not_utf8_are_one_message(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG, encoding="utf-8")
+    command = [sys.executable, "-m", "frugal", "train", "c.yaml", b"data.system_prompt=Gr\xfc\xdfe"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert b"holds bytes that are not UTF-8" in done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:

@@ -131,6 +131,9 @@ class _Loader:
         for text in overrides:
             key, equals, value = text.partition("=")
             key = key.strip().removeprefix("--")
+            if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+                self.faults.append(Fault((), "holds bytes that are not UTF-8", f"override {text!a}"))
+                continue
             if not equals or not key:
                 known = ", ".join(f"{place}=VALUE" for place in leaves().get(key, []) if "." in place)
                 wanted = f"write {known}" if known else "neither an option nor key.sub=value"

@@ -33,7 +33,7 @@ def encode_prompt(
     """Ids of a conversation that waits for an answer: a prefix of the ids that training makes of it with its answer.
 
     Raises:
-        DataError: the template refuses the conversation.
+        DataError: the template refuses the conversation, or it has lone surrogates (undecodable bytes of a terminal).
         ConfigError: there is no template.
     """
     renderer = chat_renderer(tokenizer, chat_template)
@@ -43,6 +43,8 @@ def encode_prompt(
         literals = literal_spans(renderer, turns, known_tools, text, prompt=True)
     except TemplateRefused as fault:
         raise DataError(f"The chat template ({renderer.name}) cannot render the conversation: {fault}") from None
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise DataError("The conversation holds bytes that are not UTF-8. Write it in UTF-8.")
     if literals:
         encoder = TextEncoder.from_tokenizer(tokenizer)
         return [int(token_id) for token_id in encoder.encode([text], literals=[literals])[0].ids]

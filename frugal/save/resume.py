@@ -95,6 +95,7 @@ def starting_point(
             say(f"{run_dir} holds no complete checkpoint: starting from the beginning")
         else:
             check_config(latest, config)
+            say(f"going on from {latest}")
         return latest
     folder = Path(resume)
     if not folder.is_dir() and (run_dir / folder).is_dir():
@@ -104,6 +105,7 @@ def starting_point(
         have = ", ".join(path.name for _, path in list_checkpoints(run_dir)) or "none"
         raise CheckpointError(f"cannot resume from {folder}: {reason}. Checkpoints in {run_dir}: {have}.")
     check_config(folder, config)
+    say(f"going on from {folder}")
     return folder
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from frugal.train.evaluate import perplexity
-from frugal.train.loop import LoopState, peak_memory_bytes
+from frugal.train.job import LoopState
+from frugal.train.loop import peak_memory_bytes
 from frugal.train.progress import duration
 from frugal.train.schedule import TrainPlan
 
@@ -86,5 +88,6 @@ def summary_lines(result: TrainResult, samples: list[dict[str, str]]) -> list[st
     }
     lines.append("")
     lines += [f"  {name:<20}  {path}" for name, path in entries.items() if path is not None]
-    lines += ["", f"  talk to it:  frugal chat {run}", f"  merge it:    frugal merge {run} --out DIR"]
+    word = shlex.quote(str(run))  # the commands can be pasted, also with spaces in the path
+    lines += ["", f"  talk to it:  frugal chat {word}", f"  merge it:    frugal merge {word} --out DIR"]
     return lines

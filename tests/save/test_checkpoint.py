@@ -19,6 +19,7 @@ from frugal.save.checkpoint import (
     save_checkpoint,
     why_incomplete,
 )
+from frugal.save.resume import starting_point
 from frugal.save.rotation import list_checkpoints, rotate
 from frugal.save.space import check_space, checkpoint_bytes
 from frugal.save.tensors import read_tensors, write_tensors
@@ -148,3 +149,11 @@ def test_space_is_checked_with_one_more_than_kept(tmp_path: Path, monkeypatch: p
 def test_forecast_of_a_checkpoint(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1000, 1000))
     assert checkpoint_bytes({"a": parameter}, "adamw") == 4_000_000 + 8_000_000 + 1_000_000
+
+
+def test_a_resumed_run_says_from_where(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 2, parts(2))
+    said: list[str] = []
+    assert starting_point(tmp_path, {}, True, said.append) == tmp_path / "checkpoint-2"
+    assert starting_point(tmp_path, {}, "checkpoint-2", said.append) == tmp_path / "checkpoint-2"
+    assert said == [f"going on from {tmp_path / 'checkpoint-2'}"] * 2

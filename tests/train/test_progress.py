@@ -14,6 +14,7 @@ import pytest
 
 from frugal.train.log import TrainLog, read_log
 from frugal.train.progress import Reporter, SafeStream, duration, say
+from frugal.train.summary import TrainResult, summary_lines
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
@@ -138,3 +139,8 @@ def test_a_notebook_gets_one_line_that_changes(
     assert shown[0] == "starting"
     assert [line.split("  ")[0] for line in shown[1:]] == ["step 1/2", "step 2/2"]
     assert capsys.readouterr().out == ""
+
+
+def test_the_commands_of_the_summary_can_be_pasted() -> None:
+    result = TrainResult(Path("runs/my first"), 1, 1.0, None, None, None, None, 1, 1.0, 1)
+    assert summary_lines(result, [])[-2] == "  talk to it:  frugal chat 'runs/my first'"
