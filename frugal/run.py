@@ -40,7 +40,8 @@ from frugal.train import ranks
 from frugal.train.device import device_of, make_accelerator
 from frugal.train.evaluate import evaluate_rows
 from frugal.train.in_backward import place_of_step
-from frugal.train.loop import Hooks, Job, LoopState, train_loop
+from frugal.train.job import Hooks, Job, LoopState
+from frugal.train.loop import train_loop
 from frugal.train.loss import LossModule
 from frugal.train.optim import build_optimizer, trainable
 from frugal.train.progress import safe_console, say

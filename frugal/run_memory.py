@@ -21,8 +21,8 @@ from frugal.plan.plan import Plan, Planner, Policy
 from frugal.plan.show import gb
 from frugal.plan.simulate import Shape
 from frugal.train import ranks
+from frugal.train.job import Job
 from frugal.train.ladder import Ladder
-from frugal.train.loop import Job
 from frugal.train.probe import ProbeResult, longest_first, longest_micro_batch, run_probe
 from frugal.train.schedule import StepOrder, TrainPlan
 

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from frugal.models.source import weight_files
-from frugal.models.tensor_file import TensorEntry, read_entries
+from frugal.models.tensor_file import StoredTensor, read_header
 
 _PIECE = 64  # bytes
 _PIECES = 4  # a tensor
@@ -18,19 +18,19 @@ def base_fingerprint(folder: Path) -> str:
     Takes milliseconds for any size, reads no whole tensor, and does not depend on how the weights are cut into files.
     Weights stored in another dtype have another fingerprint.
     """
-    entries: dict[str, TensorEntry] = {}
+    entries: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
-        entries.update(read_entries(path))
+        entries.update(read_header(path))
     digest = hashlib.sha256()
-    handles = {path: open(path, "rb", buffering=0) for path in {entry.path for entry in entries.values()}}  # noqa: SIM115
+    handles = {path: open(path, "rb", buffering=0) for path in {entry.file for entry in entries.values()}}  # noqa: SIM115
     try:
         for name in sorted(entries):
             entry = entries[name]
             digest.update(f"{name}\0{entry.dtype_name}\0{entry.shape}\0".encode())
             for piece in range(_PIECES):
-                start = max(0, entry.nbytes - _PIECE) * piece // (_PIECES - 1)
-                handles[entry.path].seek(entry.begin + start)
-                digest.update(handles[entry.path].read(min(_PIECE, entry.nbytes)))
+                start = max(0, entry.n_bytes - _PIECE) * piece // (_PIECES - 1)
+                handles[entry.file].seek(entry.begin + start)
+                digest.update(handles[entry.file].read(min(_PIECE, entry.n_bytes)))
     finally:
         for handle in handles.values():
             handle.close()

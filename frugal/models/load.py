@@ -27,7 +27,7 @@ from frugal.models.report import LoadReport, count_bytes, count_parameters, dtyp
 from frugal.models.skeleton import KeyMap, build_meta, fill_buffers, ignorable, linear_kinds, map_keys, put_nf4
 from frugal.models.source import BaseSource, weight_files
 from frugal.models.stored import keep_stored
-from frugal.models.tensor_file import TensorEntry, read_entries, read_tensor
+from frugal.models.tensor_file import StoredTensor, read_header
 from frugal.quant.nf4 import NF4Linear
 
 
@@ -76,9 +76,9 @@ def load_base(
     )
     linears, report.kept = linear_kinds(model)
     report.quantized = linears if quantize == "nf4" else []
-    entries: dict[str, TensorEntry] = {}
+    entries: dict[str, StoredTensor] = {}
     for path in weight_files(source.path):
-        entries.update(read_entries(path))
+        entries.update(read_header(path))
     keys = map_keys(model, entries, {name: entry.shape for name, entry in entries.items()})
     report.route_reason = keys.conversion
     if not report.route_reason:
@@ -117,7 +117,7 @@ def resident_dtype(stored: torch.dtype, ndim: int, compute: torch.dtype) -> torc
 
 def _stream(
     model: PreTrainedModel,
-    entries: dict[str, TensorEntry],
+    entries: dict[str, StoredTensor],
     keys: KeyMap,
     dtype: torch.dtype,
     device: torch.device,
@@ -125,13 +125,13 @@ def _stream(
     tables = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
     with contextlib.ExitStack() as stack:
         handles: dict[Path, IO[bytes]] = {}
-        for name in sorted(keys.targets, key=lambda name: (entries[name].path, entries[name].begin)):
+        for name in sorted(keys.targets, key=lambda name: (entries[name].file, entries[name].begin)):
             entry = entries[name]
-            if entry.path not in handles:
-                handles[entry.path] = stack.enter_context(open(entry.path, "rb", buffering=0))
+            if entry.file not in handles:
+                handles[entry.file] = stack.enter_context(open(entry.file, "rb", buffering=0))
             owner, _, part = keys.targets[name].rpartition(".")
             module = model.get_submodule(owner)
-            tensor = read_tensor(handles[entry.path], entry).to(device)
+            tensor = entry.read(handle=handles[entry.file]).to(device)
             if isinstance(module, NF4Linear) and part == "weight":
                 module.quantize_(tensor if tensor.dtype.itemsize <= 4 else tensor.float())
                 continue

@@ -1,16 +1,16 @@
-"""Reading safetensors one tensor at a time into memory of its own.
+"""Safetensors, one tensor at a time: read into memory of its own, and write from headers known beforehand.
 
 The safetensors library maps the file: pages read stay in the process until the file is closed, which for a large
-checkpoint is the whole model in 16 bit. Reading with `readinto` holds the tensor asked for and nothing else.
-Format: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
+checkpoint is the whole model in 16 bit. Reading with `readinto` holds the tensor (or the rows) asked for, nothing else.
+Format: https://github.com/huggingface/safetensors#format (8 bytes little-endian header length, JSON header, data).
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,69 +32,113 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors library's own limit
 
+BLOCK_BYTES = 8 << 20
+"""Size of one block of rows when a tensor is copied or converted."""
 
-@dataclass(frozen=True)
-class TensorEntry:
-    """Where one tensor lies in a file."""
 
-    path: Path
-    dtype_name: str
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies in a safetensors file."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
-    """Byte offset from the start of the file."""
-    nbytes: int
+    """Offset of the first byte from the start of the file."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The torch dtype; raises ModelError for one that is not known."""
-        if self.dtype_name not in _DTYPES:
-            raise ModelError(f"{self.path.name}: tensors of type {self.dtype_name} cannot be read.")
-        return _DTYPES[self.dtype_name]
+    def n_bytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        """The format's name of the dtype."""
+        return _NAMES[self.dtype]
+
+    @property
+    def rows(self) -> int:
+        """Length of the first dimension; 1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    def read(self, start: int = 0, stop: int | None = None, *, handle: IO[bytes] | None = None) -> torch.Tensor:
+        """Rows ``start:stop`` on the CPU, in memory of their own (all rows by default; a scalar has one row).
+
+        ``handle``: the file, where it is open already. Raises ModelError when the file ends too early.
+        """
+        if handle is None:
+            with open(self.file, "rb", buffering=0) as opened:
+                return self.read(start, stop, handle=opened)
+        stop = self.rows if stop is None else min(stop, self.rows)
+        row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
+        shape = (stop - start, *self.shape[1:]) if self.shape else ()
+        buffer = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
+        handle.seek(self.begin + start * row_bytes)
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        done = 0
+        while done < len(view):
+            count = handle.readinto(view[done:])  # type: ignore[attr-defined]
+            if not count:
+                raise ModelError(f"{self.file}: the file ends inside tensor {self.name}. Fetch or copy it again.")
+            done += count
+        return buffer.view(self.dtype).view(shape)
+
+    def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, rows) over the whole tensor, each block about ``block_bytes``."""
+        row_bytes = max(1, prod(self.shape[1:]) * self.dtype.itemsize)
+        step = max(1, block_bytes // row_bytes)
+        for start in range(0, self.rows, step):
+            yield start, self.read(start, start + step)
 
 
-def read_entries(path: Path) -> dict[str, TensorEntry]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors that a safetensors file holds, from its header alone.
 
     Raises:
         ModelError: the file is truncated or no safetensors file.
     """
-    size = path.stat().st_size
-    with open(path, "rb") as handle:
+    size = file.stat().st_size
+    with open(file, "rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise ModelError(f"{path} is damaged or no safetensors file: its header does not fit. Download it again.")
+            raise ModelError(f"{file} is damaged or no safetensors file: its header does not fit. Download it again.")
         try:
             header = json.loads(handle.read(length))
         except ValueError as error:
-            raise ModelError(f"{path} is damaged: its header is not JSON. Download it again.") from error
-    entries: dict[str, TensorEntry] = {}
+            raise ModelError(f"{file} is damaged: its header is not JSON. Download it again.") from error
+    found: dict[str, StoredTensor] = {}
     for name, value in header.items():
         if name == "__metadata__":
             continue
+        if value["dtype"] not in _DTYPES:
+            raise ModelError(f"{file.name}: tensors of type {value['dtype']} cannot be read.")
         begin, end = value["data_offsets"]
-        entry = TensorEntry(path, value["dtype"], tuple(value["shape"]), 8 + length + begin, end - begin)
         if not 0 <= begin <= end or 8 + length + end > size:
-            raise ModelError(f"{path} is damaged: {name} ends beyond the end of the file. Download it again.")
-        if entry.nbytes != math.prod(entry.shape) * entry.dtype.itemsize:
-            raise ModelError(f"{path} is damaged: {name} has {entry.nbytes} bytes, which is not {entry.shape}.")
-        entries[name] = entry
-    return entries
+            raise ModelError(f"{file} is damaged: {name} ends beyond the end of the file. Download it again.")
+        tensor = StoredTensor(name, file, _DTYPES[value["dtype"]], tuple(value["shape"]), 8 + length + begin)
+        if tensor.n_bytes != end - begin:
+            raise ModelError(f"{file} is damaged: {name} has {end - begin} bytes, which is not {tensor.shape}.")
+        found[name] = tensor
+    return found
 
 
-def read_tensor(handle: IO[bytes], entry: TensorEntry) -> torch.Tensor:
-    """One tensor, on the CPU, from its open file."""
-    buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
-    handle.seek(entry.begin)
-    view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-    done = 0
-    while done < entry.nbytes:
-        count = handle.readinto(view[done:])  # type: ignore[attr-defined]
-        if not count:
-            raise ModelError(f"{entry.path} ended while a tensor was read. Download it again.")
-        done += count
-    return buffer.view(entry.dtype).view(entry.shape)
+def header_bytes(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, int]:
+    """The header of a file that holds (name, dtype, shape) in this order, and the bytes of all tensors behind it."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, dtype, shape in tensors:
+        end = offset + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8, as the reference implementation writes them
+    return len(text).to_bytes(8, "little") + text, offset
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
@@ -102,18 +146,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
     ``tensors`` are contiguous and on the CPU. Larger types come first, as the format wants for alignment.
     """
-    names = {dtype: name for name, dtype in _DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    offset = 0
-    for name in order:
-        tensor = tensors[name]
-        end = offset + tensor.nbytes
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    described = [(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in order]
+    header, _ = header_bytes(described, dict(sorted(metadata.items())))
     with open(path, "wb") as handle:
-        handle.write(len(text).to_bytes(8, "little") + text)
+        handle.write(header)
         for name in order:
             handle.write(memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]

@@ -1,101 +1,23 @@
-"""Safetensors, one tensor at a time: read by seeking, write a shard whose header is known beforehand.
+"""A model folder's shards: which tensors it holds, and writing shards tensor by tensor.
 
-Neither side maps a file or holds a shard: the memory in use is one tensor, or one block of rows of it. Format:
-https://github.com/huggingface/safetensors#format (8 bytes little-endian header length, JSON header, data).
+No shard is mapped or held: the memory in use is one tensor, or one block of rows of it.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
 from frugal.errors import CheckpointError, ModelError
 from frugal.files import fsync_folder, write_json
 from frugal.models.source import missing_weights, weight_files
-from frugal.models.tensor_file import read_entries
-
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The format's names of dtypes."""
-
-BLOCK_BYTES = 8 << 20
-"""Size of one block of rows when a tensor is copied or converted."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor lies in a safetensors file."""
-
-    name: str
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    """Offset of the first byte from the start of the file."""
-
-    @property
-    def n_bytes(self) -> int:
-        """Size in bytes."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def rows(self) -> int:
-        """Length of the first dimension; 1 for a scalar."""
-        return self.shape[0] if self.shape else 1
-
-    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows ``start:stop`` as a tensor of its own memory (all rows by default; a scalar has one row)."""
-        stop = self.rows if stop is None else min(stop, self.rows)
-        row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
-        shape = (stop - start, *self.shape[1:]) if self.shape else ()
-        if prod(shape) == 0:
-            return torch.empty(shape, dtype=self.dtype)
-        block = bytearray((stop - start) * row_bytes)
-        with open(self.file, "rb", buffering=0) as handle:
-            handle.seek(self.begin + start * row_bytes)
-            view = memoryview(block)
-            filled = 0
-            while filled < len(block):
-                got = handle.readinto(view[filled:])
-                if not got:
-                    raise ModelError(f"{self.file}: the file ends inside tensor {self.name}. Fetch or copy it again.")
-                filled += got
-        return torch.frombuffer(block, dtype=self.dtype).view(shape)
-
-    def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, rows) over the whole tensor, each block about ``block_bytes``."""
-        row_bytes = max(1, prod(self.shape[1:]) * self.dtype.itemsize)
-        step = max(1, block_bytes // row_bytes)
-        for start in range(0, self.rows, step):
-            yield start, self.read(start, start + step)
-
-
-def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file; ModelError when the file is damaged."""
-    return {
-        name: StoredTensor(name, file, entry.dtype, entry.shape, entry.begin)
-        for name, entry in read_entries(file).items()
-    }
+from frugal.models.tensor_file import StoredTensor, header_bytes, read_header
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
@@ -157,27 +79,18 @@ def write_shards(folder: Path, shards: list[list[OutTensor]]) -> int:
 
 def write_shard(file: Path, tensors: list[OutTensor], metadata: Mapping[str, str] | None = None) -> int:
     """Write one safetensors file tensor by tensor and flush it to disk. Returns the bytes of its tensors."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    offset = 0
-    for tensor in tensors:
-        header[tensor.name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.n_bytes],
-        }
-        offset += tensor.n_bytes
-    text = json.dumps(header, separators=(",", ":")).encode("utf-8")
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8, as the reference implementation writes them
+    described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+    header, total = header_bytes(described, {"format": "pt", **(metadata or {})})
     try:
         with open(file, "wb") as handle:
-            handle.write(struct.pack("<Q", len(text)) + text)
+            handle.write(header)
             for tensor in tensors:
                 _write_tensor(handle, tensor)
             handle.flush()
             os.fsync(handle.fileno())
     except OSError as error:
         raise CheckpointError(f"Cannot write {file}: {error}. Free space or choose another folder.") from error
-    return offset
+    return total
 
 
 def _write_tensor(handle: BinaryIO, tensor: OutTensor) -> None:

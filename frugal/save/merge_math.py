@@ -13,8 +13,8 @@ from math import sqrt
 
 import torch
 
+from frugal.models.tensor_file import StoredTensor
 from frugal.quant.nf4 import NF4Tensors, quantize_nf4
-from frugal.save.merge_io import StoredTensor
 
 ROW_BYTES = 1 << 20
 """Stored size of a block of rows; about ten fp32 copies of it exist while it is updated and measured."""

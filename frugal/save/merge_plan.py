@@ -22,7 +22,8 @@ from transformers import AutoConfig
 
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
 from frugal.models.skeleton import KeyMap, build_meta, linear_kinds, map_keys
-from frugal.save.merge_io import StoredTensor, read_folder, read_header
+from frugal.models.tensor_file import StoredTensor, read_header
+from frugal.save.merge_io import read_folder
 from frugal.save.merge_math import LoraUpdate, WeightPlan
 
 PREFIX = "base_model.model."

@@ -23,7 +23,7 @@ from frugal.save.resume import config_hash
 from frugal.save.rotation import rotate
 from frugal.save.tensors import read_tensors
 from frugal.train import ranks
-from frugal.train.loop import LoopState
+from frugal.train.job import LoopState
 from frugal.train.optim import load_optimizer_state, optimizer_state
 from frugal.train.randomness import rng_state, seed_step_noise, set_rng_state
 from frugal.train.schedule import TrainPlan

@@ -14,7 +14,7 @@ from typing import Any
 from frugal.errors import MemoryBudgetError
 from frugal.memory.checkpoint import CheckpointHandle, Policy, apply_activation_checkpointing
 from frugal.models.fused import FrugalGatedMLP
-from frugal.train.loop import Job
+from frugal.train.job import Job
 
 SMALL_LOSS_CHUNK = 64
 SMALL_MLP_TILE = 64

@@ -19,7 +19,8 @@ from frugal.meter import LiveBytesMeter
 from frugal.train import ranks
 from frugal.train.evaluate import evaluate_rows, to_device
 from frugal.train.in_backward import OptimizerInBackward
-from frugal.train.loop import Job, grad_norm
+from frugal.train.job import Job
+from frugal.train.loop import grad_norm
 from frugal.train.randomness import rng_state, set_rng_state
 from frugal.train.schedule import StepOrder, TrainPlan, split_window
 

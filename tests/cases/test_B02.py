@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import frugal.run
-from frugal.train.loop import Job
+from frugal.train.job import Job
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import runs

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from frugal.memory.checkpoint import apply_activation_checkpointing
-from frugal.train.loop import Hooks, LoopState, train_loop
+from frugal.train.job import Hooks, LoopState
+from frugal.train.loop import train_loop
 from frugal.train.signals import StopRequest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))

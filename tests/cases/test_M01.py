@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from frugal.cli import app
+from frugal.models.tensor_file import read_header
 from frugal.quant.nf4 import dequantize_nf4, quantize_nf4
 from frugal.save.merge import merge
-from frugal.save.merge_io import read_header
 from frugal.save.merge_math import LoraUpdate, Maker, WeightPlan
 from tests.save.merge_help import logits_here, logits_of, make_run
 

@@ -12,7 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import toy
 
-from frugal.train.loop import Hooks, LoopState, train_loop
+from frugal.train.job import Hooks, LoopState
+from frugal.train.loop import train_loop
 from frugal.train.signals import StopRequest
 
 

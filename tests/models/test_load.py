@@ -27,7 +27,7 @@ from transformers import (
 from frugal.errors import ModelError, UnsupportedError
 from frugal.models.load import load_base
 from frugal.models.source import BaseSource, resolve_base
-from frugal.models.tensor_file import read_entries
+from frugal.models.tensor_file import read_header
 from frugal.quant.nf4 import NF4Linear
 
 IDS = torch.tensor([[1, 5, 9, 200, 17, 33]])
@@ -124,7 +124,7 @@ def test_a_damaged_file(make_tiny_llama: Callable[..., Path]) -> None:
         load_base(source(folder))
     file.write_bytes(b"")
     with pytest.raises(ModelError, match="damaged"):
-        read_entries(file)
+        read_header(file)
 
 
 def test_a_quantised_checkpoint_is_refused(make_tiny_llama: Callable[..., Path]) -> None:

@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from frugal.train.loop import Hooks, LoopState, train_loop
+from frugal.train.job import Hooks, LoopState
+from frugal.train.loop import train_loop
 from frugal.train.optim import trainable
 from frugal.train.signals import StopRequest
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from frugal.config import TrainSection
 from frugal.data import TokenDataset
 from frugal.models.attention import use_attention
-from frugal.train.loop import Job
+from frugal.train.job import Job
 from frugal.train.loss import LossModule
 from frugal.train.optim import build_optimizer, trainable
 from frugal.train.schedule import StepOrder, make_plan, rate_factor

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from frugal.errors import CheckpointError, FrugalError
 from frugal.train import ranks
 from frugal.train.evaluate import evaluate_rows
-from frugal.train.loop import Hooks, LoopState, train_loop
+from frugal.train.job import Hooks, LoopState
+from frugal.train.loop import train_loop
 from frugal.train.optim import trainable
 from frugal.train.signals import StopRequest
 
