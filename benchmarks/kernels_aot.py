@@ -31,7 +31,12 @@ from benchmarks.kernel_cases import CASES, DTYPES
 from benchmarks.kernel_metrics import AMD_TARGET, TARGETS, compile_launch, meta, target_name
 
 # Rows that may spill, by (kernel, dtype, target), any of them "*": the reason.
-REASONS: dict[tuple[str, str, str], str] = {}
+REASONS: dict[tuple[str, str, str], str] = {
+    ("attention_dq_d128_full", "fp32", "sm_120"): (
+        "float32 at head size 128 with window and soft cap is past 255 registers in every tile tried; "
+        "training runs in 16 bits"
+    ),
+}
 WIDTHS = ("LDG", "STG")
 ALL_CASES = {**CASES, **ATTENTION_CASES}
 

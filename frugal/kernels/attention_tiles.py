@@ -2,12 +2,12 @@
 
 TILES: dict[str, dict[str, dict[str, int]]] = {
     "attention_d128/16": {
-        "default": {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 3},
+        "default": {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2},
         "sm_100": {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 3},
         "sm_120": {"BM": 128, "BN": 32, "num_warps": 8, "num_stages": 2},
         "sm_80": {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2},
-        "sm_86": {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 3},
-        "sm_89": {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 3},
+        "sm_86": {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2},
+        "sm_89": {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2},
         "sm_90": {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 2},
     },
     "attention_d128/32": {
@@ -103,7 +103,7 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
     "attention_dq_d128/32": {
         "default": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
         "sm_100": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
-        "sm_120": {"BM": 16, "BN": 16, "num_warps": 8, "num_stages": 1},
+        "sm_120": {"BM": 32, "BN": 16, "num_warps": 8, "num_stages": 1},
         "sm_80": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
         "sm_86": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
         "sm_89": {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 1},
