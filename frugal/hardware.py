@@ -84,7 +84,8 @@ def resolve_dtype(asked: str, device: Device) -> DtypeChoice:
             "capability 8.0 and later have it). Write `model.dtype: auto` (float16 with loss scaling here) or "
             "`model.dtype: float32` (slower, needs no scaling)."
         )
-    return DtypeChoice(dtype, dtype is torch.float16, "asked for by model.dtype")
+    slow = "; on a CPU many times slower than float32" if device.kind == "cpu" and dtype is not torch.float32 else ""
+    return DtypeChoice(dtype, dtype is torch.float16, f"asked for by model.dtype{slow}")
 
 
 def _capability(device: Device) -> str:

@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from frugal.adapters import apply_adapters
+from frugal.adapters.targets import resolve_targets
 from frugal.config import Config
 from frugal.data import PreparedData, build
 from frugal.hardware import Device, DtypeChoice
 from frugal.models.attention import AttentionChoice, use_attention
 from frugal.models.load import load_base
 from frugal.models.report import LoadReport
+from frugal.models.skeleton import build_meta
 from frugal.models.source import BaseSource, resolve_base
 from frugal.models.swap import swap_modules
 from frugal.models.swap_report import SwapReport
@@ -41,9 +43,12 @@ class TrainableModel:
 
 
 def open_base(config: Config) -> BaseSource:
-    """Find the base model; no weight is read."""
+    """Find the base model, and the layers that the adapter goes on; no weight is read."""
     settings = config.model
-    return resolve_base(settings.base, settings.revision, trust_remote_code=settings.trust_remote_code)
+    base = resolve_base(settings.base, settings.revision, trust_remote_code=settings.trust_remote_code)
+    # now, from names alone: a pattern that matches nothing is found before rows are prepared and weights loaded
+    resolve_targets(build_meta(base.config(), trust_remote_code=settings.trust_remote_code), config.lora)
+    return base
 
 
 def open_tokenizer(config: Config, base: BaseSource) -> Any:

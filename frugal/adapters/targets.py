@@ -134,7 +134,8 @@ def _by_tail(
 ) -> PatternRow:
     layers = tuple(name for name in names if name == entry or name.endswith(f".{entry}"))
     if not layers:
-        raise ConfigError(_nothing(key, entry, names, []))
+        offered = [name for name, module in names.items() if key == "modules_to_save" or _can_adapt(module)]
+        raise ConfigError(_nothing(key, entry, offered, []))
     return PatternRow(key, entry, layers)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+import socket
+import urllib.error
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -161,14 +164,34 @@ def _check_code(base: str, config: dict[str, Any], trust_remote_code: bool) -> N
     )
 
 
-def _from_hub(base: str, revision: str | None, trust_remote_code: bool) -> BaseSource:
+def _reachable() -> bool:
+    """Whether the hub answers. Asked once: a download would try six times for half a minute, printing each failure."""
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return False
     try:
-        config = Path(huggingface_hub.hf_hub_download(base, "config.json", revision=revision))
+        urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=10).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:  # a certificate that only the hub library accepts: let it try
+        return not isinstance(error.reason, socket.gaierror | ConnectionError | TimeoutError)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _from_hub(base: str, revision: str | None, trust_remote_code: bool) -> BaseSource:
+    local = not _reachable()
+    try:
+        config = Path(huggingface_hub.hf_hub_download(base, "config.json", revision=revision, local_files_only=local))
         _check_code(base, read_json(config), trust_remote_code)
         patterns = [*_HUB_PATTERNS, "*.py"] if trust_remote_code else _HUB_PATTERNS
         path = Path(
             huggingface_hub.snapshot_download(
-                base, revision=revision, allow_patterns=patterns, ignore_patterns=_HUB_IGNORE
+                base,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=_HUB_IGNORE,
+                local_files_only=local,
             )
         )
     except hub.GatedRepoError as error:

@@ -16,6 +16,7 @@ import pytest
 from huggingface_hub import errors as hub
 
 from frugal.errors import ConfigError, ModelError, UnsupportedError
+from frugal.models import source
 from frugal.models.fingerprint import base_fingerprint
 from frugal.models.source import resolve_base
 
@@ -96,6 +97,19 @@ def test_offline_and_not_cached(tmp_path: Path) -> None:
     assert "hf download org/some-model" in done.stdout
 
 
+def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path: Path) -> None:
+    """A download by the hub library would try for half a minute and print every failure."""
+    code = (
+        "from frugal.models.source import resolve_base\nfrom frugal.errors import ModelError\n"
+        "try:\n    resolve_base('org/some-model')\nexcept ModelError as error:\n    print(error)"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    environment.pop("HF_HUB_OFFLINE", None)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert "the hub cannot be reached" in done.stdout
+    assert "Retry" not in done.stdout + done.stderr
+
+
 def http(kind: type[Exception]) -> Exception:
     """A hub error as raised, without the HTTP response that its constructor wants."""
     return kind.__new__(kind, "from the hub")
@@ -116,6 +130,7 @@ def test_hub_errors_say_what_to_do(error: Exception, message: str, monkeypatch: 
         raise error
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    monkeypatch.setattr(source, "_reachable", lambda: True)
     with pytest.raises(ModelError, match=message):
         resolve_base("org/model", "v2")
 
@@ -123,7 +138,7 @@ def test_hub_errors_say_what_to_do(error: Exception, message: str, monkeypatch: 
 def test_a_hub_model_config_first_then_safetensors_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
-    def one(name: str, file: str, revision: str | None = None) -> str:
+    def one(name: str, file: str, **options: Any) -> str:
         calls.append(file)
         return str(folder / file)
 
@@ -132,11 +147,12 @@ def test_a_hub_model_config_first_then_safetensors_only(folder: Path, monkeypatc
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", one)
+    monkeypatch.setattr(source, "_reachable", lambda: True)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", all_of_it)
-    source = resolve_base("org/model")
+    found = resolve_base("org/model")
     assert calls[0] == "config.json"
     assert not any("bin" in pattern or "py" in pattern for pattern in calls[1])
-    assert (source.kind, source.reference) == ("hub", "org/model")
+    assert (found.kind, found.reference) == ("hub", "org/model")
     (folder / "model.safetensors").unlink()
     with pytest.raises(UnsupportedError, match="no safetensors weights"):
         resolve_base("org/model")

@@ -39,7 +39,7 @@ def test_the_best_checkpoint_is_kept_and_its_adapter_ends_the_run(
 ) -> None:
     config = settings(tiny_llama_folder, data, tmp_path / "run")
     # a rate that ruins the model after a good start
-    config["train"].update(max_steps=9, eval_steps=1, learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0)
+    config["train"].update(max_steps=9, eval_steps=1, learning_rate=2.0, lr_scheduler_type="constant", max_grad_norm=0)
     config["output"].update(save_steps=4, save_total_limit=1, keep_best=True)
     result = train(config)
     losses = {r["step"]: r["eval_loss"] for r in read_log(tmp_path / "run" / "train_log.jsonl") if r["step"]}
@@ -122,7 +122,7 @@ def test_half_precision_with_loss_scaling(tiny_llama_folder: Path, data: Path, t
 
 def test_losses_that_stop_being_finite_stop_the_run(tiny_llama_folder: Path, data: Path, tmp_path: Path) -> None:
     config = settings(tiny_llama_folder, data, tmp_path / "run")
-    config["train"].update(learning_rate=1e30, lr_scheduler_type="constant", max_grad_norm=0)
+    config["train"].update(learning_rate=2.0e30, lr_scheduler_type="constant", max_grad_norm=0)
     with pytest.raises(FrugalError, match=r"the loss is nan .* Lower train\.learning_rate"):
         train(config)
 
@@ -136,3 +136,14 @@ def test_a_tracker_that_is_not_installed_stops_at_once(
     with pytest.raises(ConfigError, match=r"wandb, which is not installed here.*pip install wandb"):
         train(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_targets_that_match_nothing_are_refused_before_anything_is_written(
+    tiny_llama_folder: Path, data: Path, tmp_path: Path
+) -> None:
+    config = settings(tiny_llama_folder, data, tmp_path / "runs" / "a", lora={"target_modules": ["query_key_value"]})
+    with pytest.raises(ConfigError, match=r"'query_key_value' matches no layer") as caught:
+        train(config)
+    assert "q_proj" in str(caught.value)
+    assert "input_layernorm" not in str(caught.value)  # only what can be adapted is offered
+    assert not (tmp_path / "runs").exists()
