@@ -64,7 +64,7 @@ def apply_adapters(
     _refuse_start(model, lora, quantize)
     targets = resolve_targets(model, lora)
     config = _lora_config(model, lora, targets, new_token_ids)
-    prepare_trained(model, targets.modules_to_save, trains_tokens=bool(new_token_ids))
+    prepare_trained(model, targets.modules_to_save, trains_tokens=config.trainable_token_indices is not None)
     peft_model = inject(model, config, seed=seed)
     remember_start(peft_model)
     for name, wanted in targets.layers.items():
@@ -109,8 +109,8 @@ def _lora_config(
     options: dict[str, Any] = {}
     if start == "loftq":
         options["loftq_config"] = LoftQConfig(loftq_bits=4, loftq_iter=1)
-    if new_token_ids:
-        options["trainable_token_indices"] = _token_rows(model, new_token_ids)
+    if rows := _token_rows(model, new_token_ids, targets.modules_to_save):
+        options["trainable_token_indices"] = rows
     if targets.modules_to_save and is_tied(model) and _trains_table(model, targets.modules_to_save):
         options["ensure_weight_tying"] = True
     return LoraConfig(
@@ -151,16 +151,19 @@ def _trains_table(model: PreTrainedModel, names: list[str]) -> bool:
     return bool(set(names) & set(_names_of_tables(model)))
 
 
-def _token_rows(model: PreTrainedModel, ids: Sequence[int]) -> dict[str, list[int]]:
-    """PEFT's trainable_token_indices: the embedding, and the head too where it has a table of its own."""
+def _token_rows(model: PreTrainedModel, ids: Sequence[int], trained_whole: Sequence[str]) -> dict[str, list[int]]:
+    """PEFT's trainable_token_indices: the embedding, and the head too where it has a table of its own.
+
+    A table that is trained whole trains its new rows already; PEFT would wrap it twice.
+    """
     rows = int(model.get_input_embeddings().weight.shape[0])
     outside = [token for token in ids if not 0 <= token < rows]
     if outside:
         raise ConfigError(f"Token ids {outside} have no row in the embedding table of {rows}: load it with more rows.")
     names = _names_of_tables(model)
     if is_tied(model):
-        names = names[:1]
-    return {name.rsplit(".", 1)[-1]: sorted(ids) for name in names}
+        names = [] if _trains_table(model, list(trained_whole)) else names[:1]
+    return {name.rsplit(".", 1)[-1]: sorted(ids) for name in names if ids and name not in trained_whole}
 
 
 def prepare_trained(model: PreTrainedModel, modules_to_save: Sequence[str], *, trains_tokens: bool) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from frugal.chat import load_run
 from frugal.run import train
 from frugal.save.merge import merge
 
@@ -64,12 +65,14 @@ def rows(folder: Path) -> Path:
     return file
 
 
-def trained(tmp_path: Path, base: Path, **model: Any) -> Path:
+def trained(
+    tmp_path: Path, base: Path, lora: dict[str, Any] | None = None, model: dict[str, Any] | None = None
+) -> Path:
     template = tmp_path / "mine.jinja"
     template.write_text(TEMPLATE)
     config = {
-        "model": {"base": str(base), "add_tokens": ADDED, **model},
-        "lora": {"r": 4, "lora_alpha": 8},
+        "model": {"base": str(base), "add_tokens": ADDED, **(model or {})},
+        "lora": {"r": 4, "lora_alpha": 8, **(lora or {})},
         "data": {"train": str(rows(tmp_path)), "chat_template": str(template), "max_length": 64, "cache": False},
         "train": {
             "max_steps": 3,
@@ -88,7 +91,7 @@ def test_a_new_process_needs_nothing_but_the_folder(
     tied: bool, quantize: str, make_tiny_llama: Make, tmp_path: Path
 ) -> None:
     base = make_tiny_llama(tie_word_embeddings=tied, template=None)
-    run = trained(tmp_path, base, quantize=quantize)
+    run = trained(tmp_path, base, model={"quantize": quantize})
     merge(run, tmp_path / "out")
     script = [sys.executable, "-c", IN_A_NEW_PROCESS, str(run), str(tmp_path / "out"), str(tmp_path)]
     done = subprocess.run(script, capture_output=True, text=True)
@@ -112,6 +115,28 @@ def test_a_new_process_needs_nothing_but_the_folder(
     assert torch.equal(table[first:], delta)
     mean = load_file(base / "model.safetensors")["model.embed_tokens.weight"].mean(0)
     assert float((delta - mean).abs().max()) > 1e-3  # they were trained
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("whole", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_added_tokens_in_a_table_that_is_trained_whole(
+    tied: bool, whole: list[str], make_tiny_llama: Make, tmp_path: Path
+) -> None:
+    """The table's own copy trains the new rows; what travels and the merge are as without it."""
+    base = make_tiny_llama(tie_word_embeddings=tied, template=None)
+    run = trained(tmp_path, base, lora={"modules_to_save": whole}, model={"quantize": "none"})
+    merge(run, tmp_path / "out")
+    loaded = load_run(run, device="cpu")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    first = len(AutoTokenizer.from_pretrained(base))
+    ids = torch.tensor([[5, first, 9, first + 1]])
+    with torch.no_grad():
+        mine, merged = loaded.model(input_ids=ids).logits, stock(input_ids=ids).logits
+    assert merged.shape[-1] == first + 2
+    assert float((mine - merged).abs().max()) < 1e-3
+    rows_of = stock.get_input_embeddings().weight[first:]
+    mean = load_file(base / "model.safetensors")["model.embed_tokens.weight"].mean(0)
+    assert float((rows_of - mean).abs().max()) > 1e-3  # they were trained
 
 
 def test_rows_without_a_token_are_never_generated(make_tiny_llama: Make, tmp_path: Path) -> None:

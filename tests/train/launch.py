@@ -33,7 +33,7 @@ def start_ranks(*arguments: str, world: int = 2) -> list[subprocess.Popen[str]]:
     ]
 
 
-def finish(processes: list[subprocess.Popen[str]], code: int = 0, timeout: float = 240) -> list[str]:
+def finish(processes: list[subprocess.Popen[str]], code: int = 0, timeout: float = 480) -> list[str]:
     """Wait for all; each must leave with ``code``. Returns what each wrote to stderr."""
     errors = []
     try:
