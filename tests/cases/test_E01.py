@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+import frugal.run
 from frugal.errors import UnsupportedError
+from frugal.files import read_json
 from frugal.hardware import Device, resolve_dtype
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
+import runs
 
 T4 = Device("cuda", 0, "Tesla T4", 16 << 30, (7, 5), has_bf16=False)
 A100 = Device("cuda", 0, "A100", 40 << 30, (8, 0), has_bf16=True)
@@ -34,3 +42,33 @@ def test_explicit_choices_are_kept() -> None:
     assert resolve_dtype("bfloat16", A100).compute is torch.bfloat16
     assert resolve_dtype("float16", A100).loss_scaling
     assert resolve_dtype("float32", T4).compute is torch.float32
+
+
+def test_the_run_stops_before_anything_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base that would have to be downloaded, on a T4: the dtype is refused first, and nothing is written."""
+    monkeypatch.setattr(frugal.run, "device_of", lambda accelerator: T4)
+
+    def looked(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the base was looked for")
+
+    monkeypatch.setattr(frugal.run, "open_base", looked)
+    sections = {"data": {"train": "rows.jsonl"}, "output": {"dir": str(tmp_path / "run")}}
+    with pytest.raises(UnsupportedError, match=r"model\.dtype: bfloat16"):
+        frugal.run.train({"model": {"base": "someone/model", "dtype": "bfloat16"}, **sections})
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(AssertionError, match="looked for"):  # auto goes on to the base
+        frugal.run.train({"model": {"base": "someone/model"}, **sections})
+
+
+def test_what_is_computed_in_is_said_and_kept(
+    tiny_llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = runs.config(tiny_llama_folder, runs.write_rows(tmp_path / "rows.jsonl", 4), tmp_path / "run")
+    config["train"]["max_steps"] = 1
+    frugal.run.train(config)
+    text = "".join(capsys.readouterr())
+    assert "compute float32 (CPU: " in text
+    assert "adapters float32" in text
+    chosen = read_json(tmp_path / "run" / "manifest.json")["implementations"]["compute dtype"]
+    assert chosen["chosen"] == "float32"
+    assert "CPU" in chosen["why"]

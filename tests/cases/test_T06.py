@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from frugal.data import PreparedData, build
+from frugal.files import read_json
+from frugal.models.families import tiny_model
+from frugal.run import train
 from tests.data.toy import byte_tokenizer, section, write_rows
 
 SPECIALS = ("<pad>", "<eos>", "<user>", "<bot>", "<end>")
@@ -68,3 +72,35 @@ def test_an_end_token_whose_embedding_was_never_trained_is_named_with_the_remedy
     assert "rows.jsonl:1)" in warning
     assert "modules_to_save" in warning
     assert not any("never trained" in warning for warning in _prepared(tmp_path, UNMARKED)[0].template_report.warnings)
+
+
+def test_a_run_says_it_before_training_and_saves_the_stop_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A base whose eos is another token than the template's end, with a row for that end that was never trained."""
+    tokenizer = byte_tokenizer(UNMARKED, specials=SPECIALS, eos="<eos>", pad="<pad>")
+    end = tokenizer.convert_tokens_to_ids("<end>")
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[end] = 0
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": turns}] * 4)
+    train(
+        {
+            "model": {"base": str(tmp_path / "base")},
+            "data": {"train": str(rows), "cache": False},
+            "train": {"max_steps": 1},
+            "output": {"dir": str(tmp_path / "run")},
+        }
+    )
+    told = capsys.readouterr()
+    lines = (told.out + told.err).splitlines()
+    first_step = next(index for index, line in enumerate(lines) if line.startswith("step 1/1"))
+    before = " ".join(lines[:first_step])
+    assert "answers end with <end>: trained yes" in before
+    assert f"<end> (id {end}, first in" in before
+    assert "never trained" in before
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-1"):
+        assert read_json(folder / "generation_config.json")["eos_token_id"][:2] == [end, tokenizer.eos_token_id]
