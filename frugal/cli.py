@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 import importlib
 import io
@@ -10,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
@@ -77,6 +78,17 @@ def handled(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(0) from None
 
     return run
+
+
+@contextlib.contextmanager
+def writing(path: Path, option: str) -> Iterator[None]:
+    """A file that an option names: a place that takes none is said before the work, a failed write after it."""
+    try:
+        if not path.absolute().parent.is_dir() or path.is_dir():
+            raise ConfigError(f"{option} {path}: no folder to write to, or a folder itself. Name a file.")
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written ({error.strerror})") from None
 
 
 def imported(module: str, name: str) -> Any:
@@ -148,7 +160,8 @@ def preview(
 ) -> None:
     """Show what will be trained: rendered rows with trained tokens marked, counts and lengths."""
     loaded = load_config(config, overrides or ())
-    imported("frugal.run", "preview")(loaded, html=html, rows=rows)
+    with contextlib.nullcontext() if html is None else writing(html, "--html"):
+        imported("frugal.run", "preview")(loaded, html=html, rows=rows)
     if html is not None:
         print(f"wrote {html}")
 
@@ -266,7 +279,8 @@ def schema(
     if out is None:
         print(text, end="")
     else:
-        write_text(out, text)
+        with writing(out, "--out"):
+            write_text(out, text)
 
 
 @configs_app.command("list")

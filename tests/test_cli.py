@@ -110,6 +110,17 @@ def test_words_that_are_not_utf8_are_one_message(tmp_path: Path) -> None:
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("place", ["nowhere/page.html", "folder", "/proc/page.html"])
+def test_a_file_that_cannot_be_written_is_one_message(tmp_path: Path, place: str) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG, encoding="utf-8")
+    (tmp_path / "folder").mkdir()
+    done = frugal("schema", "--out", place, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.decode().startswith(f"error: --out {place}: ")
+    if place != "/proc/page.html":
+        assert b"--html" in frugal("preview", "c.yaml", "--html", place, cwd=tmp_path).stderr
+
+
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m frugal schema | head -n 1"
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, timeout=60)

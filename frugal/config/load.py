@@ -269,6 +269,8 @@ def _describe(path: Path, detail: ErrorDetails) -> str:
     if kind in _OUT_OF_RANGE:
         name, words = _OUT_OF_RANGE[kind]
         return f"got {detail['input']:g}; allowed: {words} {context[name]:g}{_other_bound(path, name)}"
+    if kind == "string_pattern_mismatch":
+        return f"got {coerce.got(detail['input'])}; meant is: {_documentation(path)}"
     return f"got {coerce.got(detail['input'])}; {detail['msg'][0].lower()}{detail['msg'][1:]}"
 
 

@@ -291,3 +291,10 @@ def test_other_tools_keys_say_what_takes_their_place(key: str, hint: str) -> Non
     assert f"{key}: unknown key at the top level; " in message
     assert hint in message
     assert "did you mean" not in message
+
+
+def test_a_pattern_is_explained_in_words() -> None:
+    message = refused(MINIMAL, ["memory.budget=lots"])
+    assert "got 'lots'" in message
+    assert "for example 6GB" in message
+    assert "[0-9]" not in message
