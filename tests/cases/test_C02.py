@@ -111,7 +111,7 @@ def test_keys_of_your_own_start_with_x(tmp_path: pathlib.Path) -> None:
         ("base_model", "model.base"),
         ("model_name_or_path", "model.base"),
         ("gradient_checkpointing", "memory.checkpoint"),
-        ("flash_attention", "the manifest says which"),
+        ("flash_attention", "memory.attention"),
         ("val_set_size", "data.eval_split"),
         ("sample_packing", "data.packing"),
         ("output_dir", "output.dir"),

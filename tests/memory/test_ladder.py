@@ -32,7 +32,10 @@ def settings(base: Path, tmp_path: Path, name: str, **memory: Any) -> dict[str, 
     rows = runs.write_rows(tmp_path / "rows.jsonl", 12)
     plain = runs.config(base, rows, tmp_path / name, data={"eval_split": 2}, memory=memory)
     plain["train"].update(
-        num_train_epochs=1, per_device_train_batch_size=4, gradient_accumulation_steps=1, per_device_eval_batch_size=2,
+        num_train_epochs=1,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=1,
+        per_device_eval_batch_size=2,
         learning_rate=2e-4,
     )
     plain["lora"]["lora_dropout"] = 0.0  # another micro-batch draws other masks
