@@ -63,7 +63,8 @@ def _one_line(text: str, longest: int = 160) -> str:
 
 def summary_lines(result: TrainResult, samples: list[dict[str, str]]) -> list[str]:
     """The closing summary, one string a line."""
-    lines = ["", f"Trained {result.steps} steps ({result.epochs:.2f} epochs) in {duration(result.seconds)}."]
+    steps = "step" if result.steps == 1 else "steps"
+    lines = ["", f"Trained {result.steps} {steps} ({result.epochs:.2f} epochs) in {duration(result.seconds)}."]
     if result.final_loss is not None:
         lines.append(f"  loss of the last step   {result.final_loss:.4f}")
     if result.eval_loss is not None and result.eval_loss_before is not None:
