@@ -56,7 +56,7 @@ quickstart: setup
 	@echo "  $(BIN)/frugal configs copy quickstart mine.yaml    # then put your own data in"
 
 test: setup
-	OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 mutants: setup
 	$(BIN)/python tests/kernels/mutants.py
