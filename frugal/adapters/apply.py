@@ -19,9 +19,11 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
+from frugal.adapters.held import needs_weights
 from frugal.adapters.targets import PatternRow, Scale, Targets, resolve_targets
 from frugal.config import LoraSection
 from frugal.errors import ConfigError, UnsupportedError
+from frugal.models.held import cannot_hold, decoder_layers, is_held, stand_ins
 from frugal.models.stored import StoredEmbedding, StoredLinear
 from frugal.quant.nf4 import NF4Linear
 
@@ -63,6 +65,8 @@ def apply_adapters(
     refuse_adapted(model)
     _refuse_start(model, lora, quantize)
     targets = resolve_targets(model, lora)
+    if is_held(model) and (reason := needs_weights(lora, targets, decoder_layers(model))):
+        raise UnsupportedError(cannot_hold(reason))
     config = _lora_config(model, lora, targets, new_token_ids)
     prepare_trained(model, targets.modules_to_save, trains_tokens=config.trainable_token_indices is not None)
     peft_model = inject(model, config, seed=seed)
@@ -208,13 +212,17 @@ def _stored_embedding(old: nn.Embedding) -> StoredEmbedding:
 
 
 def inject(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, adapter_name: str = "default") -> PeftModel:
-    """PEFT's injection with a random state of its own, then the dtype policy."""
+    """PEFT's injection with a random state of its own, then the dtype policy.
+
+    Adapters of layers that wait for their weights lie where the embedding table lies.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         with warnings.catch_warnings():
             # PEFT asks transformers for a property under its former name; users can do nothing about it
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-            peft_model = get_peft_model(model, config, adapter_name=adapter_name)
+            with stand_ins(model, model.get_input_embeddings().weight.device):
+                peft_model = get_peft_model(model, config, adapter_name=adapter_name)
     _cast_tied_heads(peft_model)
     masters_float32(peft_model)
     return peft_model

@@ -12,23 +12,25 @@ float32 checkpoint is cast to the compute dtype.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from frugal.errors import ModelError, UnsupportedError
+from frugal.models.held import NO_LAYERS, HeldLayers, cannot_hold, decoder_layers, hold, inside
+from frugal.models.placing import Placement, place, put, resident_dtype
 from frugal.models.report import LoadReport, count_bytes, count_parameters, dtype_name
 from frugal.models.skeleton import KeyMap, build_meta, fill_buffers, ignorable, linear_kinds, map_keys, put_nf4
 from frugal.models.source import BaseSource, weight_files
 from frugal.models.stored import keep_stored
 from frugal.models.tensor_file import StoredTensor, read_header
 from frugal.quant.nf4 import NF4Linear
+
+__all__ = ["LoadedBase", "load_base", "resident_dtype"]
 
 
 @dataclass
@@ -37,6 +39,8 @@ class LoadedBase:
 
     model: PreTrainedModel
     report: LoadReport
+    held: HeldLayers | None = None
+    """The decoder layers that wait for their weights; None when everything is loaded."""
 
 
 def load_base(
@@ -48,15 +52,19 @@ def load_base(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     vocab_size: int | None = None,
+    hold_layers: bool = False,
 ) -> LoadedBase:
     """Load ``source`` frozen, in eval mode, on ``device``, computing in ``dtype``.
 
     ``vocab_size``: rows that the embedding table must have at least (`frugal.models.tokenizer.rows_needed`); new rows
     start as the mean of the old ones. A table that is larger already stays as it is.
 
+    ``hold_layers`` loads embeddings, norms and head, and leaves the decoder layers on the meta device, each to be
+    filled by itself: `LoadedBase.held`. The report counts them as if they were there.
+
     Raises:
         ModelError: the checkpoint is damaged, or weights are missing (all of them named).
-        UnsupportedError: it is quantised already, or transformers has no class for it.
+        UnsupportedError: it is quantised already, transformers has no class for it, or its layers cannot be held.
     """
     start, device = time.monotonic(), torch.device(device)
     config = source.config()
@@ -86,13 +94,20 @@ def load_base(
         unset = fill_buffers(model, device)
         if unset:
             report.route_reason = f"buffers that the model does not initialise itself: {', '.join(unset[:3])}"
+    waiting = decoder_layers(model) if hold_layers else {}
+    if hold_layers and (reason := report.route_reason or (not waiting and NO_LAYERS)):
+        raise UnsupportedError(cannot_hold(reason))
+    targets: dict[str, StoredTensor] = {}
     if report.route_reason:
         report.route = "transformers"
         model = _through_transformers(source, report, trust_remote_code, double_quant, dtype, device)
     else:
-        _stream(model, entries, keys, dtype, device)
+        found = {target: entries[name] for name, target in keys.targets.items()}
+        targets = {name: entry for name, entry in found.items() if inside(name, waiting)}
+        place(_places(model, {name: entry for name, entry in found.items() if name not in targets}), dtype, device)
+        expected = hold(model, targets, dtype)
         _tie(model, keys)
-        _refuse_missing(model, source)
+        _refuse_missing(model, source, expected)
         report.unexpected = ignorable(model, keys.unexpected, missing=False)
     model.requires_grad_(False)
     if vocab_size is not None:
@@ -103,49 +118,14 @@ def load_base(
     report.tied_head = head is not None and head.weight is embedding.weight
     report.parameters, report.bytes_by_kind = count_parameters(model), count_bytes(model)
     report.seconds = time.monotonic() - start
-    return LoadedBase(model, report)
+    return LoadedBase(model, report, HeldLayers(model, targets, dtype, device) if hold_layers else None)
 
 
-def resident_dtype(stored: torch.dtype, ndim: int, compute: torch.dtype) -> torch.dtype:
-    """Dtype in memory of an unquantised tensor: matrices of 16 bits never become float32, everything else computes."""
-    if not stored.is_floating_point:
-        return stored
-    if ndim >= 2 and stored.itemsize == 2 and compute == torch.float32:
-        return stored
-    return compute
-
-
-def _stream(
-    model: PreTrainedModel,
-    entries: dict[str, StoredTensor],
-    keys: KeyMap,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    tables = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
-    with contextlib.ExitStack() as stack:
-        handles: dict[Path, IO[bytes]] = {}
-        for name in sorted(keys.targets, key=lambda name: (entries[name].file, entries[name].begin)):
-            entry = entries[name]
-            if entry.file not in handles:
-                handles[entry.file] = stack.enter_context(open(entry.file, "rb", buffering=0))
-            owner, _, part = keys.targets[name].rpartition(".")
-            module = model.get_submodule(owner)
-            tensor = entry.read(handle=handles[entry.file]).to(device)
-            if isinstance(module, NF4Linear) and part == "weight":
-                module.quantize_(tensor if tensor.dtype.itemsize <= 4 else tensor.float())
-                continue
-            # Only embeddings and linear layers can be widened while used; other matrices must be ready.
-            ndim = tensor.ndim if owner in tables else 0
-            _put(module, part, tensor.to(resident_dtype(tensor.dtype, ndim, dtype)))
-
-
-def _put(module: nn.Module, part: str, tensor: torch.Tensor) -> None:
-    """Set a parameter or buffer that so far lies on the meta device."""
-    if part in module._parameters:
-        module._parameters[part] = nn.Parameter(tensor, requires_grad=False)
-    else:
-        module._buffers[part] = tensor
+def _places(model: PreTrainedModel, targets: dict[str, StoredTensor]) -> list[Placement]:
+    return [
+        Placement(entry, model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+        for name, entry in targets.items()
+    ]
 
 
 def _tie(model: PreTrainedModel, keys: KeyMap) -> None:
@@ -154,12 +134,14 @@ def _tie(model: PreTrainedModel, keys: KeyMap) -> None:
     model.tie_weights(missing_keys={name for name in keys.missing if name in names}, recompute_mapping=False)
 
 
-def _refuse_missing(model: PreTrainedModel, source: BaseSource) -> None:
+def _refuse_missing(model: PreTrainedModel, source: BaseSource, expected: set[str]) -> None:
+    """Raise ModelError for weights that nothing gave, and that are not ``expected`` later."""
     tensors = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    missing = ignorable(model, (name for name, tensor in tensors.items() if tensor.is_meta), missing=True)
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.is_meta and name not in expected}
+    missing = ignorable(model, tensors, missing=True)
     if missing:
         shown = ", ".join(missing[:12]) + (f" and {len(missing) - 12} more" if len(missing) > 12 else "")
         raise ModelError(
@@ -167,9 +149,8 @@ def _refuse_missing(model: PreTrainedModel, source: BaseSource) -> None:
             "weights in their place would be useless: get the whole checkpoint, or correct its config.json."
         )
     for name, tensor in tensors.items():  # harmless when missing, by the class's own word, but not without memory
-        if tensor.is_meta:
-            owner, _, part = name.rpartition(".")
-            _put(model.get_submodule(owner), part, torch.zeros(tensor.shape, dtype=tensor.dtype))
+        owner, _, part = name.rpartition(".")
+        put(model.get_submodule(owner), part, torch.zeros(tensor.shape, dtype=tensor.dtype))
 
 
 def _through_transformers(

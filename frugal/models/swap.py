@@ -8,7 +8,7 @@ module stays and the report says why. Parameter names do not change, so checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from frugal.models.fused import FrugalGatedMLP, FrugalLoraLinear, FrugalRMSNorm, known_activation
+from frugal.models.held import inside
 from frugal.models.linear_parts import linear_parts
 from frugal.models.swap_report import SwapReport
 
@@ -34,8 +35,13 @@ def swap_modules(
     compute_dtype: torch.dtype | None = None,
     mlp_tile_tokens: int | None = None,
     prove: bool = True,
+    only: str | None = None,
+    leave: Collection[str] = (),
 ) -> SwapReport:
     """Replace what can be proven equal in ``model`` (plain or wrapped by PEFT) and report on every module looked at.
+
+    ``only`` is the name of a module: nothing outside it is looked at. ``leave`` names modules that are not looked at,
+    nor what is inside them (they were, or are sharded already).
 
     ``compute_dtype`` is the dtype of hidden states in training (default: float32 on CPUs, else the embedding's).
     ``mlp_tile_tokens`` bounds a tile of the MLP; unset, by size. ``prove=False`` is for models without memory, which
@@ -52,8 +58,8 @@ def swap_modules(
     )
     # Layers first, so that an MLP is proven over the layers it will have.
     for make in makers:
-        for name, module in list(model.named_modules()):
-            candidate = make(module)
+        for name, module in list(model.get_submodule(only or "").named_modules(prefix=only or "")):
+            candidate = None if inside(name, leave) else make(module)
             if candidate is None:
                 continue
             if isinstance(candidate, str):

@@ -29,6 +29,10 @@ class SwapReport:
         """Note one decision."""
         self.rows.append(SwapRow(name, type(old).__name__, None if new is None else type(new).__name__, reason))
 
+    def extend(self, other: SwapReport) -> None:
+        """Add the decisions of another part of the same model."""
+        self.rows.extend(other.rows)
+
     @property
     def swapped(self) -> list[SwapRow]:
         """Modules that were replaced."""

@@ -1,0 +1,134 @@
+"""Loading for sharding: each decoder layer is filled, proven, handed over, and only then the next is read.
+
+A process holds its shards, one whole layer and one tensor as stored, beside embeddings and head: never the whole base,
+neither in 16 nor in 4 bits. Every process reads all tensors: double quantisation takes a mean over a whole matrix, so
+a process cannot quantise its rows alone and get the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from frugal.adapters import Applied, apply_adapters
+from frugal.adapters.held import needs_weights
+from frugal.adapters.targets import resolve_targets
+from frugal.config import LoraSection
+from frugal.errors import UnsupportedError
+from frugal.models.attention import AttentionChoice, use_attention
+from frugal.models.held import NO_LAYERS, HeldLayers, cannot_hold, decoder_layers
+from frugal.models.load import load_base
+from frugal.models.report import LoadReport
+from frugal.models.skeleton import build_meta, map_keys
+from frugal.models.source import BaseSource, weight_files
+from frugal.models.swap import swap_modules
+from frugal.models.swap_report import SwapReport
+from frugal.models.tensor_file import StoredTensor, read_header
+
+OnLayer = Callable[[str, nn.Module], object]
+"""What takes over a filled layer: (its name in the adapted model, the layer). It may change parameters in place."""
+
+
+@dataclass
+class FilledModel:
+    """An adapted model whose layers were handed over one at a time, and how it came to be."""
+
+    model: Any
+    """`peft.PeftModel`"""
+    loaded: LoadReport
+    attention: AttentionChoice
+    applied: Applied
+    swaps: SwapReport | None
+    """What was replaced by frugal's fused modules; None with ``fused`` off."""
+
+
+def load_layer_by_layer(
+    source: BaseSource,
+    lora: LoraSection,
+    *,
+    on_layer: OnLayer,
+    seed: int,
+    quantize: Literal["nf4", "none"] = "nf4",
+    double_quant: bool = True,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    vocab_size: int | None = None,
+    new_token_ids: Sequence[int] = (),
+    attention: str = "auto",
+    fused: bool = True,
+    mlp_tile_tokens: int | None = None,
+) -> FilledModel:
+    """Load ``source`` with a fresh adapter; parameter for parameter what `load_base`, `apply_adapters` and
+    `swap_modules` give one after the other on a whole model.
+
+    After all else of the model is there, for each decoder layer in turn: its tensors are read, its modules replaced
+    where they are proven equal, and it is given to ``on_layer``, which may free most of it (FSDP2's `fully_shard`).
+
+    Raises:
+        UnsupportedError: the base or the adapter needs the whole model at once (`needs_whole_base`); before any weight
+            is read.
+    """
+    reason = needs_whole_base(source, lora, trust_remote_code=trust_remote_code)
+    if reason is not None:
+        raise UnsupportedError(cannot_hold(reason))
+    loaded = load_base(
+        source,
+        quantize=quantize,
+        double_quant=double_quant,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        vocab_size=vocab_size,
+        hold_layers=True,
+    )
+    assert loaded.held is not None
+    choice = use_attention(loaded.model, attention)
+    applied = apply_adapters(loaded.model, lora, seed=seed, quantize=quantize, new_token_ids=new_token_ids)
+    tile = mlp_tile_tokens
+    swaps = fill_layers(applied.model, loaded.held, on_layer, fused=fused, compute_dtype=dtype, mlp_tile_tokens=tile)
+    return FilledModel(applied.model, loaded.report, choice, applied, swaps)
+
+
+def fill_layers(
+    model: nn.Module,
+    held: HeldLayers,
+    on_layer: OnLayer,
+    *,
+    fused: bool,
+    compute_dtype: torch.dtype,
+    mlp_tile_tokens: int | None = None,
+) -> SwapReport | None:
+    """Fill, prove and hand over each layer of ``model`` that waits; then replace modules of the rest of the model."""
+    names = {module: name for name, module in model.named_modules()}
+    report = SwapReport()
+    for waiting in held.waiting:
+        layer = held.fill(waiting)
+        if fused:
+            report.extend(
+                swap_modules(model, compute_dtype=compute_dtype, mlp_tile_tokens=mlp_tile_tokens, only=names[layer])
+            )
+        on_layer(names[layer], layer)
+    if not fused:
+        return None
+    done = {names[layer] for layer in held.layers.values()}
+    rest = swap_modules(model, compute_dtype=compute_dtype, mlp_tile_tokens=mlp_tile_tokens, leave=done)
+    report.extend(rest)
+    return report
+
+
+def needs_whole_base(source: BaseSource, lora: LoraSection, *, trust_remote_code: bool = False) -> str | None:
+    """Why ``source`` with this adapter cannot be loaded layer by layer; None when it can. Reads headers alone."""
+    model = build_meta(source.config(), trust_remote_code=trust_remote_code)
+    layers = decoder_layers(model)
+    if not layers:
+        return NO_LAYERS
+    entries: dict[str, StoredTensor] = {}
+    for path in weight_files(source.path):
+        entries.update(read_header(path))
+    keys = map_keys(model, entries, {name: entry.shape for name, entry in entries.items()})
+    return keys.conversion or needs_weights(lora, resolve_targets(model, lora), layers)
