@@ -49,7 +49,9 @@ def make_plan(train: TrainSection, *, rows: int, world_size: int) -> TrainPlan:
     steps_per_epoch = math.ceil(rows / global_batch)
     # 1e-9: 0.1 epochs of 10 steps is 1 step, not the 2 that ceil(1.0000000000000002) would give
     total = train.max_steps or max(1, math.ceil(train.num_train_epochs * steps_per_epoch - 1e-9))
-    warmup = train.warmup_steps if train.warmup_steps is not None else math.ceil(train.warmup_ratio * total - 1e-9)
+    warmup = train.warmup_steps
+    if warmup is None:  # rounded up, but a run of one step must not spend it at rate 0
+        warmup = min(math.ceil(train.warmup_ratio * total - 1e-9), total - 1)
     if train.lr_scheduler_type == "constant":
         warmup = 0
     return TrainPlan(rows, global_batch, steps_per_epoch, total, min(warmup, total))

@@ -28,7 +28,14 @@ def test_max_steps_wins_and_warmup() -> None:
     plan = make_plan(section(max_steps=7, warmup_ratio=0.3), rows=100, world_size=2)
     assert (plan.total_steps, plan.global_batch, plan.steps_per_epoch, plan.warmup_steps) == (7, 12, 9, 3)
     assert make_plan(section(warmup_steps=4), rows=100, world_size=1).warmup_steps == 4
+    assert make_plan(section(max_steps=2, warmup_steps=2), rows=100, world_size=1).warmup_steps == 2
     assert make_plan(section(lr_scheduler_type="constant"), rows=100, world_size=1).warmup_steps == 0
+
+
+def test_a_single_step_is_not_spent_on_warming_up() -> None:
+    for name in ("linear", "cosine", "constant_with_warmup", "cosine_with_min_lr"):
+        settings = section(max_steps=1, warmup_ratio=0.5, lr_scheduler_type=name)
+        assert rate_factor(settings, make_plan(settings, rows=100, world_size=1))(0) == 1.0
 
 
 def test_no_rows_is_a_data_error() -> None:
