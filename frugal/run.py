@@ -36,6 +36,7 @@ from frugal.save.lock import hold
 from frugal.save.resume import check_plan, data_fingerprint, starting_point
 from frugal.save.run_folder import open_run
 from frugal.save.writer import CheckpointWriter, put_adapter, restore, side_files
+from frugal.shard.strategy import replicated
 from frugal.train import ranks
 from frugal.train.device import device_of, make_accelerator
 from frugal.train.evaluate import evaluate_rows
@@ -87,6 +88,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
     check_trackers(list(settings.report_to))
     accelerator = make_accelerator(run_dir, list(settings.report_to))
     device = device_of(accelerator)
+    strategy = replicated(accelerator.device)
     dtype = resolve_dtype(config.model.dtype, device)
     check_attention(device.torch_device, dtype.compute, config.memory.attention)
     step_place = place_of_step(
@@ -124,7 +126,8 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         ranks.check_same(parameters)
         ranks.on_first(lambda: check_disk(config, run_dir, plan, parameters))
 
-        optimizer = build_optimizer(parameters, settings)
+        module = LossModule(model, chunk_tokens=config.memory.loss_chunk_tokens)
+        wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), settings))
         seed_step_noise(settings.seed, ranks.rank())
         state = LoopState()
         if checkpoint is not None:
@@ -133,7 +136,6 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
 
         scratch_dir = config.memory.scratch_dir or str(run_dir)
         handle = apply_activation_checkpointing(model, foreseen.policy, scratch_dir=scratch_dir)
-        module = LossModule(model, chunk_tokens=config.memory.loss_chunk_tokens)
         record.implementations(loaded, module.head)
         writer = CheckpointWriter(
             run_dir, model, optimizer, plan, plain, rows_hash, config.output, device.torch_device, lock, tell,
@@ -141,6 +143,8 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         )  # fmt: skip
         job = Job(
             module=module,
+            wrapped=wrapped,
+            strategy=strategy,
             optimizer=optimizer,
             plan=plan,
             order=order,

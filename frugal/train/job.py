@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate import Accelerator
+from torch import nn
 from torch.optim import Optimizer
 
 from frugal.config import TrainSection
 from frugal.data import TokenDataset
+from frugal.shard.strategy import Strategy
 from frugal.train.loss import LossModule
 from frugal.train.schedule import StepOrder, TrainPlan
 from frugal.train.signals import StopRequest
@@ -42,6 +44,9 @@ class Job:
     """Everything that the loop works on."""
 
     module: LossModule
+    wrapped: nn.Module
+    """``module`` as the strategy trains it; both are what `Strategy.prepare` took and gave."""
+    strategy: Strategy
     optimizer: Optimizer
     plan: TrainPlan
     order: StepOrder

@@ -8,14 +8,12 @@ import math
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 import psutil
 import torch
-from accelerate import Accelerator
 
 from frugal.data import collate
 from frugal.errors import FrugalError, Interrupted
@@ -44,14 +42,13 @@ def train_loop(job: Job, hooks: Hooks, state: LoopState) -> LoopState:
     scaler = torch.amp.GradScaler(job.accelerator.device.type, enabled=job.loss_scaling)
     if state.loss_scaling:
         scaler.load_state_dict(state.loss_scaling)
-    wrapped = _wrap(job)
-    wrapped.train()
+    job.wrapped.train()
     if state.step == 0 and job.eval_rows is not None:
         first = _climbing(job, hooks, lambda: _evaluate(job))
         state.first_eval_loss = state.eval_loss = first.loss
         hooks.record({"step": 0, "epoch": 0.0, "eval_loss": first.loss, "eval_perplexity": first.perplexity})
     while state.step < job.plan.total_steps:
-        record = _one_step(job, wrapped, scaler, state, hooks)
+        record = _one_step(job, scaler, state, hooks)
         if job.eval_rows is not None and _due(job.train.eval_steps, state.step, job.plan):
             record.update(_evaluate_and_compare(job, state, hooks))
         hooks.record(record)
@@ -69,18 +66,8 @@ def train_loop(job: Job, hooks: Hooks, state: LoopState) -> LoopState:
     return state
 
 
-def _wrap(job: Job) -> torch.nn.Module:
-    """The module as accelerate prepares it: as it is, or in DistributedDataParallel with several processes."""
-    with warnings.catch_warnings():
-        # newer torch renamed the argument that accelerate passes on; older ones know only this name
-        warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-        wrapped: torch.nn.Module = job.accelerator.prepare_model(job.module)
-    return wrapped
-
-
 def _one_step(
     job: Job,
-    wrapped: torch.nn.Module,
     scaler: torch.amp.GradScaler,
     state: LoopState,
     hooks: Hooks | None = None,
@@ -93,22 +80,21 @@ def _one_step(
     if targets == 0:
         raise AssertionError(f"step {state.step}: rows without targets reached the loop: {rows}")
     rate = set_rate(job.optimizer, job.rate_factor(state.step))
-    loss, norm = _climbing(job, hooks, lambda: _loss_and_norm(job, wrapped, scaler, rows, targets))
+    loss, norm = _climbing(job, hooks, lambda: _loss_and_norm(job, scaler, rows, targets))
     stepped = norm is not None
-    if norm is None:
-        scaler.unscale_(job.optimizer)
-        norm = grad_norm(job)
-    if not (math.isfinite(loss) and (math.isfinite(norm) or job.loss_scaling)):
-        job.optimizer.zero_grad(set_to_none=True)
+    if not stepped:
+        norm = job.strategy.norm_and_clip(job.optimizer, job.train.max_grad_norm, scaler)
+    if not (math.isfinite(loss) and (norm is None or math.isfinite(norm) or job.loss_scaling)):
+        job.strategy.zero_grad(job.optimizer)
         raise FrugalError(
             f"step {state.step + 1}: the loss is {loss} and the gradient norm {norm}. Training stopped before using "
             f"them; the rows of that step are {rows[:8]}. Lower train.learning_rate, or look at these rows."
         )
     scale_before = scaler.get_scale()
     if not stepped:
-        scaler.step(job.optimizer)
-        scaler.update()
-    job.optimizer.zero_grad(set_to_none=True)
+        norm_of_step = job.strategy.step(job.optimizer, scaler)
+        norm = norm_of_step if norm is None else norm
+    job.strategy.zero_grad(job.optimizer)
     if job.loss_scaling and scaler.get_scale() < scale_before:
         state.skipped_steps += 1
     seconds = time.perf_counter() - begun
@@ -145,7 +131,7 @@ def _climbing(job: Job, hooks: Hooks | None, action: Callable[[], T]) -> T:
                 raise
             reason = str(error)
             traceback.clear_frames(error.__traceback__)
-        job.optimizer.zero_grad(set_to_none=True)
+        job.strategy.zero_grad(job.optimizer)
         set_rng_state(generators, device)
         gc.collect()
         if device.type == "cuda":
@@ -153,34 +139,30 @@ def _climbing(job: Job, hooks: Hooks | None, action: Callable[[], T]) -> T:
         hooks.out_of_memory(reason)
 
 
-def _loss_and_norm(
-    job: Job, wrapped: torch.nn.Module, scaler: torch.amp.GradScaler, rows: list[int], targets: int
-) -> tuple[float, float | None]:
+def _loss_and_norm(job: Job, scaler: torch.amp.GradScaler, rows: list[int], targets: int) -> tuple[float, float | None]:
     """The window's loss, with its gradients left in place; or with the step done already, and then their norm."""
     # the micro-batch is looked at each time: the ladder may have made it smaller, and then gradients add up
     if job.step_in_backward and len(rows) <= job.train.per_device_train_batch_size:
         batch = to_device(_collate(job, rows, rows[0]), job.accelerator.device)
-        return step_in_backward(wrapped, job.optimizer, batch, targets)
-    return _accumulate(job, wrapped, scaler, rows, targets), None
+        return step_in_backward(job.wrapped, job.optimizer, batch, targets)
+    return _accumulate(job, scaler, rows, targets), None
 
 
-def _accumulate(
-    job: Job, wrapped: torch.nn.Module, scaler: torch.amp.GradScaler, rows: list[int], targets: int
-) -> float:
+def _accumulate(job: Job, scaler: torch.amp.GradScaler, rows: list[int], targets: int) -> float:
     """Gradients of the window's token-mean loss; returns that loss (the same on all ranks)."""
     world = ranks.world_size()
     micro_batches = split_window(rows, micro=job.train.per_device_train_batch_size, rank=ranks.rank(), world_size=world)
-    # data parallelism averages gradients over ranks, the loss is a sum over them: x world undoes the average
-    factor = world / targets
+    # engines average gradients over ranks, the loss is a sum over them: the strategy's factor undoes the average
+    factor = job.strategy.loss_factor / targets
     device = job.accelerator.device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for index, micro in enumerate(micro_batches):
         batch = to_device(_collate(job, micro, rows[0]), device)
         last = index == len(micro_batches) - 1
         # gradients are reduced once, in the backward pass of the last micro-batch
-        with _sync(job.accelerator, wrapped, last):
-            loss_sum, count = wrapped(batch)
-            scaler.scale(loss_sum * factor).backward()
+        with job.strategy.accumulating(job.wrapped, last):
+            loss_sum, count = job.wrapped(batch)
+            job.strategy.backward(loss_sum * factor, scaler)
         sums += torch.stack([loss_sum.detach().double(), count.double()])
     if world > 1:
         torch.distributed.all_reduce(sums)
@@ -190,26 +172,12 @@ def _accumulate(
     return total / targets
 
 
-def _sync(accelerator: Accelerator, wrapped: torch.nn.Module, last: bool) -> Any:
-    return torch.enable_grad() if last else accelerator.no_sync(wrapped)
-
-
 def _collate(job: Job, micro: list[int], spare: int) -> dict[str, torch.Tensor]:
     """A micro-batch; an empty one becomes ``spare`` with nothing to train, which adds exactly 0 on this rank."""
     batch = collate([job.rows[row] for row in (micro or [spare])], job.pad_id, flat=job.flat)
     if not micro:
         batch["labels"] = torch.full_like(batch["labels"], -100)
     return batch
-
-
-def grad_norm(job: Job) -> float:
-    """Global L2 norm before clipping; clips when max_grad_norm is set."""
-    parameters = [parameter for group in job.optimizer.param_groups for parameter in group["params"]]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if job.train.max_grad_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, job.train.max_grad_norm, norm)
-    return float(norm)
 
 
 def _due(every: int | None, step: int, plan: TrainPlan) -> bool:

@@ -20,7 +20,6 @@ from frugal.train import ranks
 from frugal.train.evaluate import evaluate_rows, to_device
 from frugal.train.in_backward import OptimizerInBackward
 from frugal.train.job import Job
-from frugal.train.loop import grad_norm
 from frugal.train.randomness import rng_state, set_rng_state
 from frugal.train.schedule import StepOrder, TrainPlan, split_window
 
@@ -124,7 +123,7 @@ def _step(job: Job, rows: list[int], device: torch.device) -> None:
         return
     loss_sum, count = job.module(batch)
     (loss_sum / count.clamp(min=1)).backward()
-    grad_norm(job)
+    job.strategy.norm_and_clip(job.optimizer, job.train.max_grad_norm, torch.amp.GradScaler(device.type, enabled=False))
     job.optimizer.step()
     job.optimizer.zero_grad(set_to_none=True)
 

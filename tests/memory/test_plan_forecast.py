@@ -24,6 +24,7 @@ from frugal.models.source import BaseSource
 from frugal.models.swap import swap_modules
 from frugal.ops.planned import PlannedDevice
 from frugal.plan.simulate import PHASES, Phase, Shape, Simulation
+from frugal.shard.strategy import replicated
 from frugal.train import loop
 from frugal.train.evaluate import evaluate_rows
 from frugal.train.loss import LossModule
@@ -145,9 +146,13 @@ def measured(setting: Setting, folder: Path, scratch: Path) -> dict[Phase, int]:
     handle = apply_activation_checkpointing(model, setting.policy, scratch_dir=scratch)
     data = dataset(setting, setting.rows * setting.accumulate)
     plan = make_plan(train, rows=len(data), world_size=1)
+    strategy = replicated(torch.device("cpu"))
+    wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), train))
     job = loop.Job(
         module=module,
-        optimizer=build_optimizer(trainable(model), train),
+        wrapped=wrapped,
+        strategy=strategy,
+        optimizer=optimizer,
         plan=plan,
         order=StepOrder(data.lengths, plan, seed=0, group_by_length=False),
         train=train,
@@ -170,7 +175,7 @@ def measured(setting: Setting, folder: Path, scratch: Path) -> dict[Phase, int]:
                         module, data, batch_size=setting.rows, pad_id=0, flat=flat, device=torch.device("cpu")
                     )
                 else:
-                    loop._one_step(job, module, scaler, loop.LoopState())
+                    loop._one_step(job, scaler, loop.LoopState())
             peaks[phase] = meter.peak_bytes
     finally:
         handle.close()

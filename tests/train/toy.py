@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from frugal.config import TrainSection
 from frugal.data import TokenDataset
 from frugal.models.attention import use_attention
+from frugal.shard.strategy import replicated
 from frugal.train.job import Job
 from frugal.train.loss import LossModule
 from frugal.train.optim import build_optimizer, trainable
@@ -71,10 +72,14 @@ def make_job(
     section = TrainSection.model_validate({"group_by_length": False, **train})
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     module = LossModule(model)
+    strategy = replicated(accelerator.device)
+    wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), section))
     plan = make_plan(section, rows=len(data), world_size=accelerator.num_processes)
     return Job(
         module=module,
-        optimizer=build_optimizer(trainable(model), section),
+        wrapped=wrapped,
+        strategy=strategy,
+        optimizer=optimizer,
         plan=plan,
         order=StepOrder(data.lengths, plan, seed=section.seed, group_by_length=section.group_by_length),
         train=section,
