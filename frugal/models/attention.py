@@ -8,6 +8,7 @@ way out, never dropped. Decoding with a cache needs a [1, keys] mask and goes to
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from frugal.errors import UnsupportedError
+from frugal.models.held import HeldLayers
 from frugal.ops import Choice, attention, choose
 from frugal.ops.planned import planned_attention, stands_for_cuda
 
@@ -201,18 +203,21 @@ class AttentionChoice:
     """Row of the operations' table by kind of layer ("full" and, where the model has them, "sliding")."""
 
 
-def use_attention(model: Any, implementation: str = AUTO, *, prove: bool = True) -> AttentionChoice:
+def use_attention(
+    model: Any, implementation: str = AUTO, *, prove: bool = True, held: HeldLayers | None = None
+) -> AttentionChoice:
     """Switch a loaded transformers model to frugal attention where that is exact; else leave it and say why.
 
     Left alone: models whose attention does not go through `AttentionInterface`, attention sinks, dropout in attention,
     and anything whose logits on a tiny random batch differ from the stock ones (by 1e-4 of the largest in fp32, 3e-2
-    in 16 bits). ``prove=False`` leaves that comparison out: a model without memory has no numbers.
+    in 16 bits). ``prove=False`` leaves that comparison out: a model without memory has no numbers. Where decoder layers
+    are ``held``, one of each kind is compared by itself.
 
     ``implementation`` (`memory.attention`) other than "auto" is used or is an error: `UnsupportedError` says what
     stands against it.
     """
     before = model.config._attn_implementation
-    choice = _switched(model, before, implementation, prove)
+    choice = _switched(model, before, implementation, prove, held)
     if choice.name == before and implementation != AUTO:
         raise UnsupportedError(
             f"memory.attention: {implementation} was asked for, but this model keeps {before}: {choice.reason}. "
@@ -221,7 +226,7 @@ def use_attention(model: Any, implementation: str = AUTO, *, prove: bool = True)
     return choice
 
 
-def _switched(model: Any, before: str, implementation: str, prove: bool) -> AttentionChoice:
+def _switched(model: Any, before: str, implementation: str, prove: bool, held: HeldLayers | None) -> AttentionChoice:
     name = register(implementation)
     if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
         return AttentionChoice(before, "the model does not use transformers' AttentionInterface")
@@ -232,14 +237,20 @@ def _switched(model: Any, before: str, implementation: str, prove: bool) -> Atte
         model.set_attn_implementation(name)
         return AttentionChoice(NAME, "by structure, not proven")
     by_layer = _by_layer(model, implementation)
-    want = _probe(model)
-    model.set_attn_implementation(name)
+    error, failure = 0.0, None
+    wholes = [contextlib.nullcontext()] if held is None else [held.only(layer) for layer in held.kinds()]
     try:
-        got = _probe(model)
-        largest = float(want.abs().max())
-        error = float((got - want).abs().max())
-        tolerance = (1e-4 if next(model.parameters()).dtype == torch.float32 else 3e-2) * max(largest, 1e-6)
-        failure = None if error <= tolerance else f"logits differ by {error:.2g} (largest {largest:.2g})"
+        for whole in wholes:
+            with whole:
+                model.set_attn_implementation(before)
+                want = _probe(model)
+                model.set_attn_implementation(name)
+                difference = float((_probe(model) - want).abs().max())
+            largest = float(want.abs().max())
+            tolerance = (1e-4 if next(model.parameters()).dtype == torch.float32 else 3e-2) * max(largest, 1e-6)
+            if not difference <= tolerance:
+                failure = failure or f"logits differ by {difference:.2g} (largest {largest:.2g})"
+            error = max(error, difference)
     except UnsupportedError as refusal:
         failure = str(refusal)
     if failure is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,6 +61,8 @@ class HeldLayers:
         self.layers = decoder_layers(model)
         """Name in the base model -> layer, in the model's order; filled ones too."""
         self.dtype, self.device = dtype, device
+        self._config = model.config.get_text_config()
+        self._outputs: int | None = None  # in the tuple that a layer returns; 0: no tuple; None: not known yet
         self._waiting: dict[str, list[Placement]] = {name: [] for name in self.layers}
         for name, entry in targets.items():
             owner, _, part = name.rpartition(".")
@@ -79,6 +82,45 @@ class HeldLayers:
         """
         place(self._waiting.pop(name), self.dtype, self.device)
         return self.layers[name]
+
+    def kinds(self) -> list[str]:
+        """Names of the first layer of each kind: shapes of parameters, and what the configuration says by layer."""
+        lists = [v for v in vars(self._config).values() if isinstance(v, list | tuple) and len(v) == len(self.layers)]
+        first: dict[Any, str] = {}
+        for index, (name, layer) in enumerate(self.layers.items()):
+            shapes = tuple((part, tuple(parameter.shape)) for part, parameter in layer.named_parameters())
+            first.setdefault((type(layer), shapes, *(str(values[index]) for values in lists)), name)
+        return list(first.values())
+
+    @contextlib.contextmanager
+    def only(self, name: str) -> Iterator[None]:
+        """For a while the model runs with one decoder layer, ``name``, filled meanwhile; all others pass states on.
+
+        For proofs that need a forward, before any layer is handed over. The first layer goes first: it shows what
+        layers return.
+        """
+        layer = self.layers[name]
+        before = [(module, dict(module._parameters), dict(module._buffers)) for module in layer.modules()]
+        others = [other for other in self.layers.values() if other is not layer]
+        note = layer.register_forward_hook(self._note_outputs)
+        try:
+            place(self._waiting[name], self.dtype, self.device)
+            for other in others:
+                vars(other)["forward"] = self._pass_on  # of this instance alone
+            yield
+        finally:
+            note.remove()
+            for other in others:
+                vars(other).pop("forward", None)
+            for module, parameters, buffers in before:
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)
+
+    def _note_outputs(self, layer: nn.Module, args: Any, output: Any) -> None:
+        self._outputs = len(output) if isinstance(output, tuple) else 0
+
+    def _pass_on(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states, *[None] * (self._outputs - 1)) if self._outputs else hidden_states
 
 
 def hold(model: PreTrainedModel, targets: Mapping[str, StoredTensor], dtype: torch.dtype) -> set[str]:

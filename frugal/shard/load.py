@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,8 @@ from frugal.adapters.targets import resolve_targets
 from frugal.config import LoraSection
 from frugal.errors import UnsupportedError
 from frugal.models.attention import AttentionChoice, use_attention
-from frugal.models.held import NO_LAYERS, HeldLayers, cannot_hold, decoder_layers
+from frugal.models.head import HeadSpec, split_head
+from frugal.models.held import NO_LAYERS, cannot_hold, decoder_layers
 from frugal.models.load import load_base
 from frugal.models.report import LoadReport
 from frugal.models.skeleton import build_meta, map_keys
@@ -44,6 +46,8 @@ class FilledModel:
     applied: Applied
     swaps: SwapReport | None
     """What was replaced by frugal's fused modules; None with ``fused`` off."""
+    head: HeadSpec
+    """The head, proven while the model could still be run by itself: for `LossModule`."""
 
 
 def load_layer_by_layer(
@@ -87,38 +91,21 @@ def load_layer_by_layer(
         hold_layers=True,
     )
     assert loaded.held is not None
-    choice = use_attention(loaded.model, attention)
+    held = loaded.held
+    choice = use_attention(loaded.model, attention, held=held)
     applied = apply_adapters(loaded.model, lora, seed=seed, quantize=quantize, new_token_ids=new_token_ids)
-    tile = mlp_tile_tokens
-    swaps = fill_layers(applied.model, loaded.held, on_layer, fused=fused, compute_dtype=dtype, mlp_tile_tokens=tile)
-    return FilledModel(applied.model, loaded.report, choice, applied, swaps)
-
-
-def fill_layers(
-    model: nn.Module,
-    held: HeldLayers,
-    on_layer: OnLayer,
-    *,
-    fused: bool,
-    compute_dtype: torch.dtype,
-    mlp_tile_tokens: int | None = None,
-) -> SwapReport | None:
-    """Fill, prove and hand over each layer of ``model`` that waits; then replace modules of the rest of the model."""
-    names = {module: name for name, module in model.named_modules()}
-    report = SwapReport()
-    for waiting in held.waiting:
+    swap = partial(swap_modules, applied.model, compute_dtype=dtype, mlp_tile_tokens=mlp_tile_tokens)
+    names = {module: name for name, module in applied.model.named_modules()}
+    layers = {names[layer]: waiting for waiting, layer in held.layers.items()}
+    swaps = swap(leave=layers) if fused else None
+    with held.only(held.waiting[0]):
+        head = split_head(applied.model)
+    for name, waiting in layers.items():
         layer = held.fill(waiting)
-        if fused:
-            report.extend(
-                swap_modules(model, compute_dtype=compute_dtype, mlp_tile_tokens=mlp_tile_tokens, only=names[layer])
-            )
-        on_layer(names[layer], layer)
-    if not fused:
-        return None
-    done = {names[layer] for layer in held.layers.values()}
-    rest = swap_modules(model, compute_dtype=compute_dtype, mlp_tile_tokens=mlp_tile_tokens, leave=done)
-    report.extend(rest)
-    return report
+        if swaps is not None:
+            swaps.extend(swap(only=name))
+        on_layer(name, layer)
+    return FilledModel(applied.model, loaded.report, choice, applied, swaps, head)
 
 
 def needs_whole_base(source: BaseSource, lora: LoraSection, *, trust_remote_code: bool = False) -> str | None:

@@ -21,10 +21,13 @@ class LossModule(nn.Module):
     parallelism reduces.
     """
 
-    def __init__(self, model: nn.Module, *, chunk_tokens: int | None = None, prove: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, *, chunk_tokens: int | None = None, prove: bool = True, head: HeadSpec | None = None
+    ) -> None:
+        """``head``: what `split_head` found for ``model`` before, where it cannot be run by itself any more."""
         super().__init__()
         self.model = model
-        self.head: HeadSpec = split_head(model, prove=prove)
+        self.head: HeadSpec = split_head(model, prove=prove) if head is None else head
         self.chunk_tokens = chunk_tokens
         """Tokens of one chunk of logits; None: by size."""
 
