@@ -16,6 +16,7 @@ from torch import Tensor
 
 from frugal.kernels.adam8bit import plan_adam8bit
 from frugal.kernels.cross_entropy import plan_cross_entropy
+from frugal.kernels.cross_entropy_once import levels_shape, plan_cross_entropy_once
 from frugal.kernels.gated import Activation, plan_gated, plan_gated_backward
 from frugal.kernels.launch import Launch
 from frugal.kernels.nf4 import Nf4Parts, plan_dequantize, plan_dequantize_lora
@@ -138,6 +139,17 @@ def cross_entropy(vocab: int, **options: Any) -> Callable[[torch.dtype, Make, st
     return build
 
 
+def cross_entropy_once(vocab: int, **options: Any) -> Callable[[torch.dtype, Make, str | None], Case]:
+    def build(dtype: torch.dtype, make: Make, target: str | None = None) -> Case:
+        logits, labels = make(256, vocab, dtype=dtype), make(256, dtype=torch.int64)
+        loss, factor = make(256, dtype=torch.float32), make(256, dtype=torch.float32)
+        levels = make(*levels_shape(logits, target), dtype=torch.float32)
+        launch = plan_cross_entropy_once(logits, labels, loss, factor, levels, target=target, **options)
+        return case(launch, logits, logits, labels, loss, factor)
+
+    return build
+
+
 def adam(dtype: torch.dtype, make: Make, target: str | None = None) -> Case:
     count = INTERMEDIATE * RANK
     param, grad = make(count, dtype=dtype), make(count, dtype=dtype)
@@ -173,5 +185,7 @@ CASES: dict[str, Callable[[torch.dtype, Make, str | None], Case]] = {
     "cross_entropy_32000": cross_entropy(32000),
     "cross_entropy_128256": cross_entropy(128256),
     "cross_entropy_262144_capped": cross_entropy(262144, softcap=30.0, label_smoothing=0.1, z_loss=1e-4),
+    "cross_entropy_once_128256": cross_entropy_once(128256),
+    "cross_entropy_once_262144_capped": cross_entropy_once(262144, softcap=30.0),
     "adam8bit": adam,
 }

@@ -43,6 +43,8 @@ SPACE: dict[str, tuple[tuple[str, ...], list[Tile]]] = {
                        ((1024, 4), (2048, 8), (1024, 8))]),
     "cross_entropy": (("cross_entropy_262144_capped",), [{"BLOCK": b, "num_warps": w} for b, w in
                       ((4096, 8), (8192, 8), (8192, 16))]),
+    "cross_entropy_once": (("cross_entropy_once_262144_capped",), [{"BLOCK": b, "num_warps": w} for b, w in
+                           ((4096, 8), (8192, 8), (8192, 16))]),
     "adam8bit": (("adam8bit",), [{"BLOCKS": b, "num_warps": w} for b, w in ((4, 4), (2, 4), (8, 8))]),
 }  # fmt: skip
 

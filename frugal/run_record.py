@@ -21,6 +21,8 @@ from frugal.models.fingerprint import base_fingerprint
 from frugal.models.head import HeadSpec
 from frugal.models.source import BaseSource
 from frugal.models.tokenizer import zero_embedding_rows
+from frugal.ops.choice import choices
+from frugal.ops.table import PARAMETER_OPS
 from frugal.report import write_report
 from frugal.run_memory import Forecast, measured_lines
 from frugal.run_steps import TrainableModel
@@ -102,6 +104,10 @@ class RunRecord:
         name = str(dtype.compute).removeprefix("torch.")
         self.manifest.add("device", {**asdict(device), "processes": processes})
         self.manifest.choose("compute dtype", name, why=dtype.reason)
+        for one in choices(device.torch_device, dtype.compute, use_dora=self.config.lora.use_dora):
+            used = one.op not in PARAMETER_OPS or self.config.train.optim == "adamw_8bit"
+            if used and one.op != "attention":  # attention is the model's matter, too: see `implementations`
+                self.manifest.choose(f"op {one.op}", one.name, why=one.reason, rejected=one.rejected)
         self.say(f"device {device.name}, compute {name} ({dtype.reason}), adapters float32")
 
     def implementations(self, loaded: TrainableModel, head: HeadSpec) -> None:

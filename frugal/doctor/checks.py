@@ -30,6 +30,7 @@ from frugal.ops import (
     rope,
     rope_reference,
 )
+from frugal.ops.adam8bit import adam8bit_
 from frugal.ops.table import ROWS
 from frugal.quant import dequantize_nf4, quantize_nf4
 
@@ -70,6 +71,8 @@ def _operations(
     yield "lora_linear", chosen("lora_linear"), "NF4, rank 8", lambda: _lora_linear(random)
     yield "linear_cross_entropy", chosen("linear_cross_entropy"), "61 tokens, 1000 words", lambda: _loss(random)
     yield "nf4", "frugal", "bitsandbytes' bits", lambda: _nf4(random, dtype)
+    adam = choose("adam8bit", device, torch.float32).name
+    yield "adam8bit", adam, "300 float32 parameters, 2 steps", lambda: adam_error(random)
 
 
 def _attention_forms(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -154,6 +157,25 @@ def _loss(random: Random) -> float:
     exact = with_gradients(lambda h: linear_cross_entropy_reference(h, head.double(), labels), (hidden.double(),), one)
     naive = with_gradients(lambda h: linear_cross_entropy_reference(h, head, labels), (hidden,), one)
     return worst([t.to(n.dtype) for t, n in zip(got, naive, strict=True)], exact, naive)
+
+
+def adam_error(random: Random, implementation: str | None = None) -> float:
+    """The first step from no state is exact whatever the codes are; the second as near as codes of 8 bits allow."""
+    start, first, second = (random(300).float() for _ in range(3))
+    maps = [bnb.create_dynamic_map(signed).to(start.device) for signed in (True, False)]
+    states = [torch.zeros(300, dtype=torch.uint8, device=start.device) for _ in range(2)]
+    scales = [torch.zeros(2, device=start.device) for _ in range(2)]
+    got = start.clone()
+    exact = start.double().requires_grad_()
+    settings: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.1}
+    reference = torch.optim.AdamW([exact], **settings)
+    worst_share = 0.0
+    for step, (grad, allowed) in enumerate(((first, 1e-5), (second, 0.1 * settings["lr"])), 1):
+        exact.grad = grad.double()
+        reference.step()
+        adam8bit_(got, grad, *states, *scales, *maps, step=step, implementation=implementation, **settings)
+        worst_share = max(worst_share, float((got.double() - exact.detach()).abs().max()) / allowed)
+    return worst_share
 
 
 def _nf4(random: Random, dtype: torch.dtype) -> float:

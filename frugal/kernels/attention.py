@@ -61,6 +61,14 @@ def store_rows(
 
 
 @triton.jit
+def tile_entry(TILES, heads):
+    """This program's (row, head, first token of the document, its last + 1, first token of the tile)."""
+    entry = TILES + (tl.program_id(0) // heads) * 4
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    return tl.load(entry).to(tl.int64), head, tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+
+
+@triton.jit
 def cap_scores(product, scale, softcap, SOFTCAP: tl.constexpr):
     """(score in units of log 2, 1 - tanh^2) of q k^T."""
     if SOFTCAP:
@@ -133,12 +141,7 @@ def attention_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    entry = TILES + (tl.program_id(0) // heads) * 4
-    head = (tl.program_id(0) % heads).to(tl.int64)
-    row = tl.load(entry).to(tl.int64)
-    begin = tl.load(entry + 1)
-    stop = tl.load(entry + 2)
-    first = tl.load(entry + 3)
+    row, head, begin, stop, first = tile_entry(TILES, heads)
     query = first + tl.arange(0, BM)
     keys = K + row * kb + head // groups * kh
     values = V + row * vb + head // groups * vh

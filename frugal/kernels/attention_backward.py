@@ -24,6 +24,7 @@ from frugal.kernels.attention import (
     load_rows,
     store_rows,
     strides,
+    tile_entry,
     tile_list,
     tile_of,
 )
@@ -58,12 +59,7 @@ def attention_dq_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    entry = TILES + (tl.program_id(0) // heads) * 4
-    head = (tl.program_id(0) % heads).to(tl.int64)
-    row = tl.load(entry).to(tl.int64)
-    begin = tl.load(entry + 1)
-    stop = tl.load(entry + 2)
-    first = tl.load(entry + 3)
+    row, head, begin, stop, first = tile_entry(TILES, heads)
     query = first + tl.arange(0, BM)
     keys = K + row * kb + head // groups * kh
     values = V + row * vb + head // groups * vh
@@ -121,12 +117,7 @@ def attention_dkdv_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    entry = TILES + (tl.program_id(0) // kv_heads) * 4
-    kv_head = (tl.program_id(0) % kv_heads).to(tl.int64)
-    row = tl.load(entry).to(tl.int64)
-    begin = tl.load(entry + 1)
-    stop = tl.load(entry + 2)
-    first = tl.load(entry + 3)
+    row, kv_head, begin, stop, first = tile_entry(TILES, kv_heads)
     key = first + tl.arange(0, BN)
     k = load_rows(K + row * kb + kv_head * kh, first, ks, stop, True, BN, SIZE, COLUMNS)
     v = load_rows(V + row * vb + kv_head * vh, first, vs, stop, True, BN, SIZE, COLUMNS)

@@ -8,7 +8,8 @@ and rows labelled ``ignore_index`` lose nothing and get zero gradients. Computed
 
 The gradient needs the row's log-sum-exp before its first element can be written, so a row is read twice, unless it fits
 the registers (32768 16-bit columns) and is read once. The second walk runs backwards: what was read last is still in
-the caches. One row a program and no meeting of programs: deterministic.
+the caches. One row a program and no meeting of programs: deterministic. `frugal.kernels.cross_entropy_once` reads a
+long row once where the caller can take its gradient divided by a factor.
 """
 
 from __future__ import annotations
@@ -37,6 +38,14 @@ def cap(x, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def zero_row(logits, vocab, BLOCK: tl.constexpr):
+    """The gradient of a row whose label is ignored."""
+    for piece in range(tl.cdiv(vocab, BLOCK)):
+        column = piece * BLOCK + tl.arange(0, BLOCK)
+        tl.store(logits + column, tl.zeros((BLOCK,), logits.dtype.element_ty), mask=column < vocab)
+
+
+@triton.jit
 def cross_entropy_kernel(
     LOGITS, LABELS, WEIGHTS, LOSS, stride, vocab, scale, softcap, ignore_index, smoothing, z_loss,
     HAS_WEIGHTS: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, GRADIENT: tl.constexpr,
@@ -50,9 +59,7 @@ def cross_entropy_kernel(
     if label == ignore_index:
         tl.store(LOSS + row, 0.0)
         if GRADIENT:
-            for piece in range(pieces):
-                column = piece * BLOCK + lane
-                tl.store(logits + column, tl.zeros((BLOCK,), LOGITS.dtype.element_ty), mask=column < vocab)
+            zero_row(logits, vocab, BLOCK)
     else:
         weight = 1.0
         if HAS_WEIGHTS:

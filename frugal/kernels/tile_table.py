@@ -54,6 +54,12 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
     "cross_entropy/32": {
         "default": {"BLOCK": 4096, "ONE_READ": 16384, "num_warps": 8},
     },
+    "cross_entropy_once/16": {
+        "default": {"BLOCK": 4096, "num_warps": 8},
+    },
+    "cross_entropy_once/32": {
+        "default": {"BLOCK": 4096, "num_warps": 8},
+    },
     "adam8bit/16": {
         "default": {"BLOCKS": 4, "num_warps": 4},
     },

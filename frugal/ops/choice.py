@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from frugal.errors import UnsupportedError
-from frugal.ops.table import ROWS, Choice, choose
+from frugal.ops.table import PARAMETER_OPS, ROWS, Choice, choose
 from frugal.ops.target import Target, target_of
 
 AUTO = "auto"
@@ -38,7 +38,7 @@ def choices(
         elif op == "lora_linear":
             facts = {"use_dora": use_dora}
         try:
-            found.append(choose(op, target, dtype, **facts))
+            found.append(choose(op, target, torch.float32 if op in PARAMETER_OPS else dtype, **facts))
         except UnsupportedError as refusal:
             if op == "attention":
                 raise

@@ -62,6 +62,15 @@ class Chunk:
         """`run` by the Triton kernel: loss of each token and the gradient of h."""
         o = self.options
         logits = matmul_t(h, self.parts.weight, buffer)
+        once = kernels("cross_entropy_once")
+        plain = o.label_smoothing == 0.0 and o.z_loss == 0.0 and self.grads.hidden is not None
+        if plain and once.pays(logits.shape[1], logits.dtype, logits.device):
+            # One walk over a long row: its gradient comes divided by a factor, which the product is multiplied with.
+            losses, factor = once.cross_entropy_once_(
+                logits, y, scale=o.logit_scale, softcap=o.softcap, ignore_index=o.ignore_index, token_weights=w
+            )
+            product = matmul_add_(torch.zeros_like(h), logits, self.parts.weight)
+            return losses, factor[:, None] * product
         loss: Tensor = kernels("cross_entropy").cross_entropy_(
             logits, y, scale=o.logit_scale, softcap=o.softcap, ignore_index=o.ignore_index,
             label_smoothing=o.label_smoothing, z_loss=o.z_loss, token_weights=w, gradient=self.grads.wanted,
@@ -160,7 +169,10 @@ class Chunk:
         factor = up if not o.z_loss else up * (1 + 2 * o.z_loss * lse)
         for lo, hi in blocks:
             if whole and z is not None:
-                z *= (factor if z.device.type == "cpu" else factor / total)[:, None]
+                if z.device.type != "cpu":
+                    z *= (factor / total)[:, None]
+                elif w is not None or o.z_loss:  # else all ones, and a pass over the logits for nothing
+                    z *= factor[:, None]
             else:
                 z = self.logits(h, u, lo, hi, None)
                 slope = _cap_(z, o.softcap, True)

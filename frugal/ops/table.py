@@ -64,8 +64,11 @@ class Choice:
         return {"op": self.op, "implementation": self.name, "reason": self.reason, "rejected": dict(self.rejected)}
 
 
-def _no_kernel_yet(facts: Facts) -> str | None:
-    return "no Triton kernel in this version"
+def _torch_is_fused(facts: Facts) -> str | None:
+    return (
+        "torch's LayerNorm is one fused kernel that reads a row once and keeps the row, its mean and 1 / std: there is "
+        "nothing to save, and models keep their nn.LayerNorm"
+    )
 
 
 def _kernel_refusal(facts: Facts) -> str | None:
@@ -99,7 +102,7 @@ _TORCH = "autograd function that saves little; any device"
 
 ROWS: dict[str, tuple[Implementation, ...]] = {
     "linear_cross_entropy": (
-        _triton("chunks as in torch; loss and gradient of a chunk of logits in one launch, in place"),
+        _triton("chunks as in torch; loss and gradient of a chunk in one launch, in place, each logit read once"),
         Implementation("torch", "chunks of tokens, gradients taken chunk by chunk; never all logits"),
         _REFERENCE,
     ),
@@ -145,13 +148,23 @@ ROWS: dict[str, tuple[Implementation, ...]] = {
         _REFERENCE,
     ),
     "rms_norm": (_triton("one pass over the row"), Implementation("torch", _TORCH), _REFERENCE),
-    "layer_norm": (_triton("one pass over the row", _no_kernel_yet), Implementation("torch", _TORCH), _REFERENCE),
+    "layer_norm": (
+        _triton("one pass over the row", _torch_is_fused),
+        Implementation("torch", "torch's own fused kernel; any device"),
+        _REFERENCE,
+    ),
     "rope": (_triton("rotates q and k in one launch"), Implementation("torch", _TORCH), _REFERENCE),
     "nf4_rows": (
         _triton("codes and both levels of scales in one launch"),
         Implementation("torch", "bitsandbytes' kernel on GPUs, a table of value pairs on CPUs"),
     ),
+    "adam8bit": (
+        _triton("parameter, gradient, moments and scales in one launch; each moment gets its nearest code"),
+        Implementation("bitsandbytes", "bitsandbytes' operation: the numbers of its optimizer", dtypes=KERNEL_DTYPES),
+    ),
 }
+PARAMETER_OPS = ("adam8bit",)
+"""Work on trained parameters, which are float32 whatever a run computes in."""
 
 
 def choose(

@@ -1,8 +1,8 @@
 """AdamW with block-wise 8-bit state (Dettmers et al. 2022, arXiv:2110.02861), in bitsandbytes' numbers.
 
 Both moments are kept as one byte an element plus one fp32 scale for every 256 elements, coded by bitsandbytes' dynamic
-map: 2.03 bytes a parameter instead of 8. The update is bitsandbytes' own operation on every device (its kernel on
-CUDA, its C++ and torch code on the CPU), so that a run here and one there mean the same. What differs from
+map: 2.03 bytes a parameter instead of 8. The update is `frugal.ops.adam8bit`: frugal's kernel on GPUs that the table
+gives it, else bitsandbytes' own operation; both write the same state. What differs from
 `bitsandbytes.optim.AdamW8bit`: state is plain tensors and an int, loaded with the dtypes it was saved with.
 """
 
@@ -17,6 +17,7 @@ from bitsandbytes.functional import create_dynamic_map
 from torch.optim import Optimizer
 
 from frugal.errors import CheckpointError
+from frugal.ops.adam8bit import adam8bit_
 
 BLOCK_SIZE = 256
 MIN_8BIT_SIZE = 4096
@@ -78,10 +79,10 @@ class AdamW8bit(Optimizer):
         beta1, beta2 = group["betas"]
         if state["state1"].dtype == torch.uint8:
             map1, map2 = self._dynamic_maps(parameter.device)
-            torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
-                "adam", grad.contiguous(), flat, state["state1"], state["state2"], beta1, beta2, 0.0, 0.0,
-                group["eps"], state["step"], group["lr"], map1, map2, state["absmax1"], state["absmax2"],
-                group["weight_decay"], 1.0, False,
+            adam8bit_(
+                flat, grad.contiguous(), state["state1"], state["state2"], state["absmax1"], state["absmax2"], map1,
+                map2, lr=group["lr"], betas=(beta1, beta2), eps=group["eps"], weight_decay=group["weight_decay"],
+                step=state["step"],
             )  # fmt: skip
         else:
             torch.ops.bitsandbytes.optimizer_update_32bit(

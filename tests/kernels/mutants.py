@@ -93,8 +93,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     ("cross_entropy", "cross_entropy", "masked columns count as zero", 'z = tl.where(column < vocab, z, -float("inf"))',
      "z = tl.where(column < vocab, z, 0.0)"),
     ("cross_entropy", "cross_entropy", "sum not rescaled", "total = total * tl.exp(top - finite)", "total = total"),
-    ("cross_entropy", "cross_entropy", "gradients of ignored rows left", "if label == ignore_index:\n        tl.store(LOSS + row, 0.0)\n        if GRADIENT:",
-     "if label == ignore_index:\n        tl.store(LOSS + row, 0.0)\n        if False:"),
+    ("cross_entropy", "cross_entropy", "gradients of ignored rows left", "        if GRADIENT:\n            zero_row", "        if False:\n            zero_row"),
     ("cross_entropy", "cross_entropy", "target twice subtracted", "tl.where(column == label, d - hit, d) * slope",
      "tl.where(column == label, d - 2.0 * hit, d) * slope"),
     ("cross_entropy", "cross_entropy", "slope of the cap dropped", "d = tl.where(lane == label, d - hit, d) * slope",
@@ -107,6 +106,24 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     ("cross_entropy", "cross_entropy", "a piece of -inf", "tl.where(higher == -float(\"inf\"), 0.0, higher)", "higher"),
     ("cross_entropy", "cross_entropy", "stride ignored", "logits = LOGITS + row * stride", "logits = LOGITS + row * vocab"),
     ("cross_entropy", "real_sizes", "32-bit rows", "row = tl.program_id(0).to(tl.int64)", "row = tl.program_id(0)"),
+    ("cross_entropy_once", "cross_entropy", "masked columns count as zero", 'z = tl.where(column < vocab, z, -float("inf"))',
+     "z = tl.where(column < vocab, z, 0.0)"),
+    ("cross_entropy_once", "cross_entropy", "level never raised", "tl.where(top > level + allowed, top, level)",
+     "tl.where(piece == 0, tl.maximum(top, level), level)"),
+    ("cross_entropy_once", "cross_entropy", "sum not rescaled", "total = total * tl.exp(level - finite)", "total = total"),
+    ("cross_entropy_once", "cross_entropy", "earlier pieces not rescaled", "if tl.load(levels) != last:", "if False:"),
+    ("cross_entropy_once", "cross_entropy", "rescaled the wrong way", "tl.exp(written - last)", "tl.exp(last - written)"),
+    ("cross_entropy_once", "cross_entropy", "a piece of -inf", 'tl.where(higher == -float("inf"), 0.0, higher)', "higher"),
+    ("cross_entropy_once", "cross_entropy", "float16's total unbounded", "if total > most:", "if False:"),
+    ("cross_entropy_once", "cross_entropy", "label not left out", "tl.where(column == label, 0.0, e) * slope", "e * slope"),
+    ("cross_entropy_once", "cross_entropy", "label's own share dropped", "(tl.exp(target - last) - total)", "(0.0 - total)"),
+    ("cross_entropy_once", "cross_entropy", "slope of the cap dropped at the label", "- total) * target_slope", "- total) * scale"),
+    ("cross_entropy_once", "cross_entropy", "token weight left out of the factor", "weight / total)", "1.0 / total)"),
+    ("cross_entropy_once", "cross_entropy", "factor of ignored rows left", "tl.store(FACTOR + row, 0.0)", "pass"),
+    ("cross_entropy_once", "cross_entropy", "gradients of ignored rows left", "        zero_row(logits, vocab, BLOCK)\n", "        pass\n"),
+    ("cross_entropy_once", "cross_entropy", "levels of the first row for all", "levels = LEVELS + row * pieces", "levels = LEVELS"),
+    ("cross_entropy_once", "cross_entropy", "stride ignored", "logits = LOGITS + row * stride", "logits = LOGITS + row * vocab"),
+    ("cross_entropy_once", "real_sizes", "32-bit rows", "row = tl.program_id(0).to(tl.int64)", "row = tl.program_id(0)"),
     ("adam8bit", "adam8bit", "search stops early", "tl.static_range(8)", "tl.static_range(7)"),
     ("adam8bit", "adam8bit", "nearest becomes lower", "tl.where(tl.load(MAP + above) - value < value - tl.load(MAP + index), above, index)", "index"),
     ("adam8bit", "adam8bit", "decay dropped", "other=0.0).to(tl.float32) * decay", "other=0.0).to(tl.float32)"),
@@ -144,7 +161,15 @@ def passes(folder: Path, tests: str, file: str) -> bool:
             import pytest
 
             path = str(folder / "tests" / "kernels" / "interpreted" / f"test_{tests}.py")
-            select = ["-k", {"adam8bit": "adam", "cross_entropy": "cross", "rms_norm": "rms"}.get(file, file)]
+            select = [
+                "-k",
+                {
+                    "adam8bit": "adam",
+                    "cross_entropy": "cross_entropy and not once",
+                    "cross_entropy_once": "once",
+                    "rms_norm": "rms",
+                }.get(file, file),
+            ]
             with redirect_stdout(io.StringIO()):
                 code = int(pytest.main([path, "-x", "-q", "--confcutdir", str(Path(path).parent), "-p", "no:cacheprovider",
                                         "-p", "no:xdist", *(select if tests == "real_sizes" else [])]))  # fmt: skip

@@ -10,11 +10,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from frugal.errors import UnsupportedError
+from frugal.ops.choice import choices
 from frugal.ops.kernel_forms import takes_kernel
 from frugal.ops.table import choose
 from frugal.ops.target import Target
 
-OPS = ["linear_cross_entropy", "gated_mlp", "rms_norm", "rope", "nf4_rows"]
+OPS = ["linear_cross_entropy", "gated_mlp", "rms_norm", "rope", "nf4_rows", "adam8bit"]
 T4, A10 = Target("cuda", (7, 5)), Target("cuda", (8, 6))
 
 pytest.importorskip("triton")
@@ -22,13 +23,15 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize("op", OPS)
 def test_by_device(op: str) -> None:
-    assert choose(op, "cpu").name == "torch"
+    plain = "bitsandbytes" if op == "adam8bit" else "torch"
+    assert choose(op, "cpu").name == plain
     assert choose(op, A10, torch.bfloat16).name == "triton"
     assert choose(op, T4, torch.float16).name == "triton"
     emulated = choose(op, T4, torch.bfloat16)
-    assert emulated.name == "torch"
+    assert emulated.name == plain
     assert "only emulated" in emulated.rejected["triton"]
-    assert "float64" in choose(op, A10, torch.float64).rejected["triton"]
+    if op != "adam8bit":
+        assert "float64" in choose(op, A10, torch.float64).rejected["triton"]
     assert "ROCm" in choose(op, Target("cuda", None, amd=True), torch.bfloat16).rejected["triton"]
     with pytest.raises(UnsupportedError, match="triton was asked for"):
         choose(op, "cpu", named="triton")
@@ -36,6 +39,19 @@ def test_by_device(op: str) -> None:
 
 def test_products_stay_with_the_vendors_library() -> None:
     assert "vendor's library" in choose("lora_linear", A10, torch.bfloat16).rejected["triton"]
+
+
+def test_optimizer_steps_are_chosen_for_float32_parameters() -> None:
+    """A run that computes in emulated bfloat16 on a T4 still has float32 adapters."""
+    by_op = {choice.op: choice for choice in choices(T4, torch.bfloat16)}
+    assert by_op["rms_norm"].name == "torch"
+    assert by_op["adam8bit"].name == "triton"
+    with pytest.raises(UnsupportedError, match="float64"):
+        choose("adam8bit", "cpu", torch.float64)
+
+
+def test_layer_norm_is_torchs_everywhere() -> None:
+    assert "one fused kernel" in choose("layer_norm", A10, torch.bfloat16).rejected["triton"]
 
 
 def test_neither_cpu_nor_fake_tensors_take_a_kernel() -> None:

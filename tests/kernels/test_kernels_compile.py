@@ -25,7 +25,8 @@ COLUMNS = ["kernel", "dtype", "target", "registers", "spill_loads", "spill_store
 SAMPLE = [("nf4_dequantize_double", "bf16", 86), ("nf4_lora_double", "fp16", 75), ("rms_norm", "fp16", 75),
           ("rms_norm_backward_weight", "fp32", 80), ("rope", "bf16", 90), ("gated_silu", "fp16", 89),
           ("gated_gelu_backward", "bf16", 120), ("cross_entropy_32000", "bf16", 86),
-          ("cross_entropy_262144_capped", "bf16", 100), ("adam8bit", "fp32", 120)]  # fmt: skip
+          ("cross_entropy_262144_capped", "bf16", 100), ("cross_entropy_once_128256", "bf16", 89),
+          ("cross_entropy_once_262144_capped", "fp16", 75), ("adam8bit", "fp32", 120)]  # fmt: skip
 
 
 def test_the_matrix_is_whole() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from frugal.kernels.cross_entropy import cross_entropy_, plan_cross_entropy
+from frugal.kernels.cross_entropy_once import cross_entropy_once_, levels_shape, pays, plan_cross_entropy_once
 from frugal.kernels.launch import Launch
 from tests.kernels.support import checked, close_to_exact
 
@@ -112,6 +113,98 @@ def test_rows_of_the_first_and_second_kind() -> None:
     for vocab, one_read in ((1000, True), (32000, True), (128256, False)):
         launch = plan_cross_entropy(torch.zeros(2, vocab, dtype=torch.bfloat16), labels, loss)
         assert launch.constants["ONE_READ"] is one_read
+
+
+def once(logits: Tensor, labels: Tensor, block: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """(loss, factor) of the kernel that reads once, with pieces of ``block`` columns."""
+    loss, factor = torch.empty(2, logits.shape[0])
+    levels = torch.empty(logits.shape[0] * -(logits.shape[1] // -block))
+    launch = plan_cross_entropy_once(logits, labels, loss, factor, levels, **options)
+    launch = Launch(launch.kernel, launch.grid, launch.args, {**launch.constants, "BLOCK": block}, launch.options)
+    with checked():
+        launch.run()
+    return loss, factor
+
+
+def rows_of(kind: str, vocab: int, dtype: torch.dtype) -> Tensor:
+    """Rows that take each way through the kernel: with 64 columns a piece, labels as in the test below."""
+    logits = 2 * torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab))
+    if kind == "rising":  # the level is raised by every piece
+        logits += torch.arange(vocab) // 64 * 60.0
+    elif kind == "flat":  # a total past float16's room
+        logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(1)) * 1e-2
+    elif kind == "falling":
+        logits -= torch.arange(vocab) // 64 * 60.0
+    elif kind == "masked":  # pieces of -inf before and after
+        logits[:, :70] = -torch.inf
+        logits[:, 140:200] = -torch.inf
+        logits[1] = -torch.inf
+        logits[1, vocab - 1] = -700.0
+    return logits.to(dtype)
+
+
+@pytest.mark.parametrize("kind", ["plain", "rising", "falling", "flat", "masked"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ["plain", "capped", "weighted"])
+def test_rows_read_once(case: str, dtype: torch.dtype, kind: str) -> None:
+    """Gradients of a row divided by its factor, whatever the order in which large values come."""
+    vocab = 9000 if kind == "flat" else 300
+    options: dict[str, Any] = {"capped": {"softcap": 30.0, "scale": 0.5}}.get(case, {})
+    if case == "weighted":
+        options["token_weights"] = torch.tensor([0.5, 2.0, 3.0, 0.0, 1.0, 1.0])
+    if case == "capped" and kind == "masked":
+        return  # a cap leaves no -inf
+    logits = rows_of(kind, vocab, dtype)
+    labels = torch.tensor([100, vocab - 1, -100, 130, 210, 250])
+    leaf = logits.double().requires_grad_()
+    exact = losses(leaf, labels, **options)
+    (exact_gradient,) = torch.autograd.grad(exact.sum(), leaf)
+    leaf = logits.clone().requires_grad_()
+    naive = losses(leaf, labels, **options)
+    (naive_gradient,) = torch.autograd.grad(naive.sum(), leaf)
+    loss, factor = once(logits, labels, 4096 if kind == "flat" else 64, **options)
+    close_to_exact(loss, exact.detach(), naive.detach(), slack=8.0)  # the difference of two numbers near 30
+    assert torch.isfinite(logits).all()
+    gradient = factor[:, None].double() * logits.double()
+    # Divided and multiplied in another order: a rounding more than the kernel that writes the gradient itself.
+    close_to_exact(gradient.to(dtype), exact_gradient, naive_gradient, slack=3.0 if dtype != torch.float32 else 16.0)
+    assert (logits[2] == 0).all()
+    assert (loss[2], factor[2]) == (0, 0)
+
+
+def test_raised_levels_are_seen() -> None:
+    """The rows of the test above do take the ways they are made for."""
+    labels = torch.tensor([100, 299, -100, 130, 210, 250])
+    logits = rows_of("rising", 300, torch.float32)
+    loss, factor = torch.empty(2, 6)
+    levels = torch.empty(6, 5)
+    launch = plan_cross_entropy_once(logits, labels, loss, factor, levels)
+    Launch(launch.kernel, launch.grid, launch.args, {**launch.constants, "BLOCK": 64}, launch.options).run()
+    assert len(levels[0].unique()) > 2
+    logits = rows_of("flat", 9000, torch.float16)
+    _, factor = cross_entropy_once_(logits, labels)
+    assert factor[0] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_rows_with_gaps_read_once() -> None:
+    wide = torch.full((4, 128), 9.0)
+    wide[:, :100] = torch.randn(4, 100)
+    expected = wide[:, :100].double()
+    labels = torch.tensor([99, 0, 50, 7])
+    loss, _ = once(wide[:, :100], labels, 64)
+    close_to_exact(loss, losses(expected, labels))
+    assert (wide[:, 100:] == 9.0).all()
+
+
+def test_who_is_read_once() -> None:
+    cpu = torch.device("cpu")
+    assert not pays(32000, torch.bfloat16, cpu)
+    assert pays(49152, torch.bfloat16, cpu)
+    assert pays(32000, torch.float32, cpu)
+    assert levels_shape(torch.zeros(2, 9000)) == (2, 3)
+    with pytest.raises(ValueError, match="4 levels expected, got 3"):
+        plan_cross_entropy_once(torch.zeros(2, 8000), torch.zeros(2, dtype=torch.int64), *torch.zeros(2, 2),
+                                torch.zeros(3))  # fmt: skip
 
 
 def test_shapes_that_do_not_fit() -> None:

@@ -35,6 +35,23 @@ def test_right_kernels_pass(dtype: torch.dtype) -> None:
     assert all(passed for passed, _ in found.values()), found
 
 
+def test_the_check_of_the_adam_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from frugal.doctor.checks import adam_error
+    from frugal.kernels import adam8bit
+
+    def error() -> float:
+        generator = torch.Generator().manual_seed(0)
+        with checked():
+            return adam_error(lambda *shape: torch.randn(*shape, generator=generator), "triton")
+
+    assert error() < 0.7
+    true_step = adam8bit.adam8bit_
+    monkeypatch.setattr(adam8bit, "adam8bit_", lambda *tensors, **o: true_step(*tensors, **{**o, "step": 1}))
+    assert error() > 1
+    monkeypatch.setattr(adam8bit, "adam8bit_", lambda *tensors, **o: true_step(*tensors, **{**o, "weight_decay": 0.0}))
+    assert error() > 1
+
+
 def test_wrong_kernels_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     from frugal.kernels import gated, rope
 

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from frugal.ops import projection, weights
+from frugal.ops import adam8bit, projection, weights
+from frugal.ops.adam8bit import adam8bit_
 from frugal.ops.gated_mlp import gated_mlp, gated_mlp_reference
 from frugal.ops.kernel_forms import nf4_rows, nf4_rows_with_update, rope_pair
 from frugal.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from frugal.ops.norm import rms_norm, rms_norm_reference
 from frugal.ops.projection import Projection, Running
 from frugal.quant.nf4 import quantize_nf4
+from frugal.train.optim8bit import AdamW8bit
 from tests.kernels.support import bits_equal, checked
 
 
@@ -88,6 +90,71 @@ def test_linear_cross_entropy(options: dict[str, Any], storage: str, dtype: torc
         (reference,) = torch.autograd.grad(exact, wide)
         bound = (1e-5 if dtype == torch.float32 else 2e-2) * reference.abs().max()
         assert (ours.double() - reference).abs().max() <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 0.7}])
+def test_linear_cross_entropy_reads_long_rows_once(
+    options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frugal.kernels.cross_entropy_once.pays", lambda vocab, dtype, device: True)
+    hidden, weight = leaves((9, 64), (130, 64), dtype=dtype)
+    weight = weight.detach() / 4
+    labels = torch.tensor([1, 129, -100, 5, 0, 7, -100, 64, 3])
+    token_weights = torch.linspace(0.5, 2.0, 9)
+    settings = {"token_weights": token_weights, **options}
+    with checked() as report:
+        loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=4, implementation="triton", **settings)
+    assert report.launches == ["cross_entropy_once_kernel"] * 2
+    wide = hidden.detach().double().requires_grad_()
+    exact = linear_cross_entropy_reference(wide, weight.double(), labels, **settings)
+    rtol = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(loss.double(), exact, rtol=rtol, atol=0)
+    (ours,), (reference,) = torch.autograd.grad(loss, hidden), torch.autograd.grad(exact, wide)
+    assert (ours.double() - reference).abs().max() <= rtol * reference.abs().max()
+    with checked() as report, torch.no_grad():  # no gradient, no second form
+        linear_cross_entropy(hidden.detach(), weight, labels, implementation="triton", **settings)
+        linear_cross_entropy(hidden.detach(), weight, labels, implementation="triton", z_loss=0.1)
+    assert set(report.launches) == {"cross_entropy_kernel"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adam8bit_by_name(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, grad = (torch.randn(1000, generator=generator).to(dtype) for _ in range(2))
+    maps = AdamW8bit([start])._dynamic_maps(start.device)
+    found = []
+    for name in ("triton", "bitsandbytes"):
+        param, states, scales = start.clone(), torch.zeros(2, 1000, dtype=torch.uint8), torch.zeros(2, 4)
+        with checked() as report:
+            adam8bit_(param, grad, *states, *scales, *maps, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1,
+                      step=1, implementation=name)  # fmt: skip
+        assert report.launches == (["adam8bit_kernel"] if name == "triton" else [])
+        found.append((param, *scales))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_the_optimizer_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """30 steps down a bowl with the kernel and with bitsandbytes' operation: parameters stay near each other."""
+    ends = []
+    for kernel in (True, False):
+        monkeypatch.setattr(adam8bit, "takes_kernel", lambda op, x, implementation, kernel=kernel: kernel)
+        generator = torch.Generator().manual_seed(0)
+        matrix, vector = torch.randn(64, 65, generator=generator), torch.randn(70, generator=generator)
+        parameters = [matrix.t().requires_grad_(), vector.requires_grad_()]  # not contiguous; too small for 8 bits
+        optimizer = AdamW8bit(parameters, lr=0.05, weight_decay=0.01)
+        for step in range(30):
+            for p in parameters:
+                p.grad = p.detach() + 0.1 * torch.randn(p.shape, generator=generator)
+            with checked() as report:
+                optimizer.step()
+            assert report.launches == (["adam8bit_kernel"] if kernel else []), step
+        ends.append([p.detach().clone() for p in parameters])
+    assert torch.equal(ends[0][1], ends[1][1])
+    apart = (ends[0][0] - ends[1][0]).abs()
+    assert apart.mean() < 0.002  # a hundredth of what 30 steps of 0.05 moved
+    assert apart.max() < 0.05
 
 
 def test_linear_cross_entropy_with_a_trained_head_keeps_fp32_logits() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from frugal.kernels.adam8bit import adam8bit_
 from frugal.kernels.cross_entropy import cross_entropy_
+from frugal.kernels.cross_entropy_once import cross_entropy_once_
 from frugal.kernels.gated import gated, gated_backward_
 from frugal.kernels.nf4 import Nf4Parts, plan_dequantize, plan_dequantize_lora
 from frugal.kernels.rms_norm import plan_rms_norm, plan_rms_norm_backward
@@ -50,6 +51,23 @@ def test_cross_entropy(tokens: int, vocab: int, cap: float | None) -> None:
     (gradient,) = torch.autograd.grad(exact, leaf)
     assert loss[-1].item() == pytest.approx(exact.item(), rel=1e-5)
     close_to_exact(logits[-1], gradient, slack=1.5)
+
+
+@pytest.mark.parametrize(("tokens", "vocab"), [(20_000, 128_256), (16_384, 262_144)])
+def test_cross_entropy_once(tokens: int, vocab: int) -> None:
+    assert tokens * vocab > 2**31
+    logits = sparse_empty((tokens, vocab), BF16)
+    row = 3 * torch.randn(vocab, generator=torch.Generator().manual_seed(0)).to(BF16)
+    logits[-1] = row
+    labels = torch.zeros(tokens, dtype=torch.int64)
+    labels[-1] = vocab - 1
+    with checked(**REAL):
+        loss, factor = cross_entropy_once_(logits, labels)
+    leaf = row.double().requires_grad_()
+    exact = F.cross_entropy(leaf[None], labels[-1:])
+    (gradient,) = torch.autograd.grad(exact, leaf)
+    assert loss[-1].item() == pytest.approx(exact.item(), rel=1e-5)
+    close_to_exact((factor[-1] * logits[-1].float()).to(BF16), gradient, slack=3.0)
 
 
 @pytest.mark.parametrize(("tokens", "columns"), [(100_000, 28_672), (160_000, 14_336)])
