@@ -2,7 +2,7 @@
 
 A plan for a GPU runs on fake tensors of torch's ``meta`` device (fake CUDA tensors need a CUDA build of torch), which
 takes every branch that is not the CPU's. Its attention allocates what the chosen kernels allocate: outputs, log-sum-exp
-and, in backward, the fp32 accumulators and the keys' gradients of every query head that torch's own kernels hold.
+and, in backward, what torch's own kernels hold for the heads of one call.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
+
+from frugal.ops.fake import is_fake
+from frugal.ops.head_groups import head_ranges, key_heads_at_once
 
 T = TypeVar("T")
 
@@ -62,7 +64,7 @@ def planned_device() -> PlannedDevice | None:
 
 def stands_for_cuda(tensor: Tensor) -> bool:
     """Whether a tensor is a fake one of a GPU that is planned for."""
-    return isinstance(tensor, FakeTensor) and tensor.device.type == "meta"
+    return tensor.device.type == "meta"
 
 
 def sampled(pieces: Sequence[T], tensor: Tensor) -> Sequence[T]:
@@ -70,23 +72,24 @@ def sampled(pieces: Sequence[T], tensor: Tensor) -> Sequence[T]:
 
     Only for loops whose pieces are alike and leave nothing behind: their peak is that of any one of them.
     """
-    if len(pieces) <= 3 or not isinstance(tensor, FakeTensor):
+    if len(pieces) <= 3 or not is_fake(tensor):
         return pieces
     return [pieces[0], pieces[1], pieces[-1]]
 
 
 class _Attention(torch.autograd.Function):
-    """Allocations of a kernel's forward and backward; ``own``: of frugal's packed kernel, else of torch's."""
+    """Allocations of a kernel's forward and backward; ``own``: of frugal's packed kernel, else of torch's, which is
+    given ``rows`` at a time."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own: bool, pieces: bool) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own: bool, rows: int) -> Tensor:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         batch, heads, tokens, size = q.shape
         out = q.new_empty(batch, tokens, heads, size).transpose(1, 2)
         lse = q.new_empty(batch, heads, tokens, dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.own, ctx.pieces = own, pieces
-        return torch.empty_like(out) if pieces else out  # documents are put side by side
+        ctx.own, ctx.rows = own, rows
+        return out
 
     @staticmethod
     @once_differentiable
@@ -98,17 +101,21 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv = (t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2) for t in (q, k, v))
         if ctx.own:
             return dq, dk, dv, None, None
-        accumulated = q.new_empty(q.shape, dtype=torch.float32)  # dq over blocks of keys
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:  # a gradient for every query head, then summed over those that share a key head
-            each = [q.new_empty(q.shape) for _ in range(2)]
-            dk, dv = (t.view(k.shape[0], k.shape[1], groups, *k.shape[2:]).sum(2) for t in each)
-            del each
-        del accumulated
-        if ctx.pieces:  # autograd adds the documents' gradients, each as large as all of q, k and v
-            for t in (dq, dk, dv):
-                torch.empty_like(t)
+        kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+        at_once = key_heads_at_once(ctx.rows, q.shape[2], groups, q.shape[3], q.element_size(), kv_heads)
+        for lo, hi in sampled(head_ranges(kv_heads, at_once), q):
+            _one_call(q[: ctx.rows, lo * groups : hi * groups], k[: ctx.rows, lo:hi])
         return dq, dk, dv, None, None
+
+
+def _one_call(q: Tensor, k: Tensor) -> None:
+    """What torch's flash kernel and its caller allocate in backward for some key heads (`frugal.ops.sdpa`)."""
+    parts = [torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)]
+    copies = [q.new_empty(q.shape) for _ in range(2)]  # out and its gradient, token by token
+    accumulated = q.new_empty(q.shape, dtype=torch.float32)  # dq over blocks of keys
+    if q.shape[1] > k.shape[1]:  # dk and dv of every query head, summed over those that share a key head
+        parts += [q.new_empty(q.shape) for _ in range(2)]
+    del parts, copies, accumulated
 
 
 def planned_attention(
@@ -134,5 +141,6 @@ def planned_attention(
     own = not old and (documents > 1 or windowed or softcap is not None)
     if asked != "auto":
         own = asked == "triton"
-    out: Tensor = _Attention.apply(q, k, v, own, documents > q.shape[0] and not own)
+    rows = 1 if documents > q.shape[0] else q.shape[0]
+    out: Tensor = _Attention.apply(q, k, v, own, rows)
     return out

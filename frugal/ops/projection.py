@@ -125,10 +125,12 @@ class Running:
         self.a = None if a is None else a.to(self.dtype)
         self.b = None if b is None else b.to(self.dtype)
 
-    def _fresh(self) -> Iterator[tuple[int, int, Tensor]]:
+    def _fresh(self, whole: bool) -> Iterator[tuple[int, int, Tensor]]:
         weight = self.p.weight
         ranges: Iterable[tuple[int, int]] = row_blocks(weight, self.dtype, self.device)
-        if self.merged:  # the sum is a copy, also of a dense W
+        if whole:
+            ranges = [(0, self.p.out_features)]
+        elif self.merged:  # the sum is a copy, also of a dense W
             n_rows, step = self.p.out_features, block_rows(self.p.in_features, self.dtype, self.device)
             ranges = ((lo, min(lo + step, n_rows)) for lo in range(0, n_rows, step))
         kernel = isinstance(weight, NF4Tensors) and takes_kernel("nf4_rows", weight.packed, dtype=self.dtype)
@@ -146,12 +148,15 @@ class Running:
                     block.addmm_(b, self.a, alpha=self.scale)
             yield start, stop, block
 
-    def blocks(self) -> Iterator[tuple[int, int, Tensor]]:
-        """(first row, last row + 1, dense rows). One that covers W is kept for the next tile; more are made again."""
+    def blocks(self, whole: bool = False) -> Iterator[tuple[int, int, Tensor]]:
+        """(first row, last row + 1, dense rows). One that covers W is kept for the next tile; more are made again.
+
+        ``whole``: all rows in one block, whatever their size.
+        """
         if self._held is not None:
             yield from self._held
             return
-        for start, stop, block in self._fresh():
+        for start, stop, block in self._fresh(whole):
             if (start, stop) == (0, self.p.out_features):
                 self._held = [(start, stop, block)]
             yield start, stop, block
@@ -174,10 +179,13 @@ class Running:
     def input_grad(self, dy: Tensor, dx: Tensor, first: bool, keep: Tensor | None = None) -> Tensor:
         """dx [tile, in_features] = (or +=, unless ``first``) gradient through the projection of dy.
 
-        ``keep`` [tile, in_features] is the dropout's scaled mask. In 16 bits several blocks are summed in fp32.
+        ``keep`` [tile, in_features] is the dropout's scaled mask. In 16 bits several blocks are summed in fp32; where
+        sum and product would be larger than dense W, W is taken whole instead.
         """
-        blocks = self.blocks()
         narrow = self.dtype.itemsize < 4
+        blocks = self.blocks(
+            narrow and dy.shape[0] * (4 + self.dtype.itemsize) > self.p.out_features * self.dtype.itemsize
+        )
         total: Tensor | None = None
         for start, stop, block in blocks:
             part = dy[:, start:stop]
