@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 
 from frugal.errors import CheckpointError
 
-Whole = Callable[[str, nn.Parameter, torch.Tensor], "torch.Tensor | None"]
-"""(state key, its parameter, tensor as this rank has it) -> the whole tensor; None on ranks that do not write it."""
-Part = Callable[[str, nn.Parameter, torch.Tensor], torch.Tensor]
-"""(state key, its parameter, whole tensor) -> what this rank keeps of it."""
+Tensors = dict[str, torch.Tensor]
+Convert = Callable[[nn.Parameter, Tensors], Tensors]
+"""(parameter, its state's tensors by key) -> the same as whole tensors, or as the part that this rank keeps."""
 
 
 @dataclass
@@ -32,7 +31,7 @@ class OptimizerState:
     """Kind of optimizer, parameters with their shapes, numbers, and which tensors live on the CPU by design."""
 
 
-def optimizer_state(optimizer: Optimizer, whole: Whole | None = None) -> OptimizerState:
+def optimizer_state(optimizer: Optimizer, whole: Convert | None = None) -> OptimizerState:
     """The state of all parameters; without ``whole`` tensors by reference (nothing is copied)."""
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
@@ -40,23 +39,25 @@ def optimizer_state(optimizer: Optimizer, whole: Whole | None = None) -> Optimiz
     shapes: dict[str, list[int]] = {}
     for name, parameter in named_parameters(optimizer).items():
         shapes[name] = list(parameter.shape)
+        found: Tensors = {}
         for key, value in optimizer.state.get(parameter, {}).items():
             label = f"{name}|{key}"
             if isinstance(value, torch.Tensor):
                 if value.device != parameter.device:
                     host.append(label)
-                full = value.detach() if whole is None else whole(key, parameter, value.detach())
-                if full is not None:
-                    tensors[label] = full
+                found[key] = value.detach()
             elif value is None or isinstance(value, (int, float, bool)):
                 numbers[label] = value
             else:
                 raise TypeError(f"optimizer state {label} is a {type(value).__name__}, which cannot be saved")
+        if found and whole is not None:
+            found = whole(parameter, found)
+        tensors.update({f"{name}|{key}": value for key, value in found.items()})
     meta = {"optimizer": type(optimizer).__name__, "parameters": shapes, "numbers": numbers, "on_host": host}
     return OptimizerState(tensors, meta)
 
 
-def load_optimizer_state(optimizer: Optimizer, saved: OptimizerState, where: str, part: Part | None = None) -> None:
+def load_optimizer_state(optimizer: Optimizer, saved: OptimizerState, where: str, part: Convert | None = None) -> None:
     """Put saved state back bit for bit: dtypes and shapes as saved, tensors on their parameter's device.
 
     ``part`` cuts out what this rank keeps. Raises CheckpointError, naming ``where``, for state of another optimizer or
@@ -65,15 +66,19 @@ def load_optimizer_state(optimizer: Optimizer, saved: OptimizerState, where: str
     named = named_parameters(optimizer)
     refuse_other_state(type(optimizer).__name__, {name: list(p.shape) for name, p in named.items()}, saved, where)
     on_host = set(saved.meta.get("on_host", []))
-    state: dict[str, dict[str, Any]] = {name: {} for name in named}
+    tensors: dict[str, Tensors] = {name: {} for name in named}
     for label, tensor in saved.tensors.items():
         name, _, key = label.rpartition("|")
-        if name not in state:
+        if name not in tensors:
             raise CheckpointError(f"{where} holds state for the unknown parameter {name!r}")
-        if part is not None:
-            tensor = part(key, named[name], tensor)
-        device = torch.device("cpu") if label in on_host else named[name].device
-        state[name][key] = tensor.to(device)
+        tensors[name][key] = tensor
+    state: dict[str, dict[str, Any]] = {}
+    for name, parameter in named.items():
+        found = tensors[name]
+        if found and part is not None:
+            found = part(parameter, found)
+        cpu = torch.device("cpu")
+        state[name] = {k: t.to(cpu if f"{name}|{k}" in on_host else parameter.device) for k, t in found.items()}
     for label, number in saved.meta.get("numbers", {}).items():
         name, _, key = label.rpartition("|")
         state[name][key] = number
