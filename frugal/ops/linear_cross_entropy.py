@@ -16,15 +16,17 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from frugal.ops.cross_entropy_chunk import Chunk, Grads, Options, Parts, ranges
+from frugal.ops.fake import is_fake
 from frugal.ops.planned import planned_targets, sampled
 from frugal.ops.weights import Weight, row_blocks
 
 Reduction = Literal["sum", "mean", "none"]
-CHUNK_BYTES = 32 * 2**20  # one chunk of logits
+# One chunk of logits. Every chunk reads (or dequantises, or widens) the whole head: a few hundred tokens make up for it.
+CHUNK_BYTES = 128 * 2**20
+CPU_CHUNK_BYTES = 48 * 2**20
 MIN_CHUNK_TOKENS = 32  # narrower products are slow on every device
 
 
@@ -79,7 +81,7 @@ def _walk(parts: Parts, labels: Tensor, weights: Tensor | None, grads: Grads, op
     losses = hidden.new_zeros(n_tokens, dtype=acc)
     keep = labels != options.ignore_index
     # Planning without memory cannot look at labels: it counts every token, the upper bound.
-    fake = isinstance(hidden, FakeTensor) or isinstance(labels, FakeTensor)
+    fake = is_fake(hidden) or is_fake(labels)
     if not fake and bool((keep & ((labels < 0) | (labels >= vocab))).any()):
         raise IndexError(f"labels must be {options.ignore_index} or in [0, {vocab}); got {int(labels.min())} to "
                          f"{int(labels.max())}")  # fmt: skip
@@ -87,7 +89,8 @@ def _walk(parts: Parts, labels: Tensor, weights: Tensor | None, grads: Grads, op
               else None if bool(keep.all()) else keep.nonzero()[:, 0])  # fmt: skip
     n_kept = n_tokens if picked is None else picked.shape[0]
     chunk = Chunk(parts, grads, options)
-    step = options.chunk_tokens
+    # evened out: a last chunk of two tokens would read the head as often as a full one
+    step = max(1, -(n_kept // -max(1, -(n_kept // -options.chunk_tokens))))
     whole_vocab = options.chunk_vocab >= vocab
     dtype = hidden.dtype if chunk.fused else acc
     buffer = hidden.new_empty(min(step, n_kept), vocab, dtype=dtype) if whole_vocab and n_kept else None
@@ -186,7 +189,7 @@ def linear_cross_entropy(
     dense (frozen or trained) or quantised (frozen). ``lora`` is (A [r, hidden_size], B [vocab, r], scale) on the head,
     and ``lora_input [tokens, hidden_size]`` what A reads instead of ``hidden`` (after dropout). ``token_weights
     [tokens]`` multiply each token's loss and get no gradient. ``chunk_tokens`` and ``chunk_vocab`` bound a chunk of
-    logits; unset, it is about 32 MB. ``mean`` divides by ``count``, or by the number of labels that are not ignored
+    logits; unset, it is at most 128 MiB (48 on a CPU). ``mean`` divides by ``count``, or by the number of labels that are not ignored
     (0/0 is 0). Returns fp32 (fp64 for fp64 input): a scalar, or [tokens] for ``none``.
     """
     if hidden.dim() != 2 or labels.dim() != 1 or hidden.shape[0] != labels.shape[0]:
@@ -194,11 +197,12 @@ def linear_cross_entropy(
                          f"{tuple(labels.shape)}")  # fmt: skip
     vocab = int(weight.shape[0])
     n_buffers = 2 if softcap is not None else 1  # the cap's slope is a second buffer
+    chunk_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
     if chunk_vocab is None:
         # Tiling the vocabulary computes logits twice: only where a few tokens alone would overflow the chunk.
-        chunk_vocab = max(1, min(vocab, CHUNK_BYTES // (4 * n_buffers * MIN_CHUNK_TOKENS // 2)))
+        chunk_vocab = max(1, min(vocab, chunk_bytes // (4 * n_buffers * MIN_CHUNK_TOKENS // 2)))
     if chunk_tokens is None:
-        chunk_tokens = max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (4 * n_buffers * min(vocab, chunk_vocab)))
+        chunk_tokens = max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * n_buffers * min(vocab, chunk_vocab)))
     dense = weight if isinstance(weight, Tensor) else None
     if dense is None and chunk_vocab < vocab:
         blocks = list(row_blocks(weight, hidden.dtype, hidden.device))
