@@ -6,6 +6,7 @@ The command line prints the message alone and leaves with ``exit_code``; a trace
 from __future__ import annotations
 
 EXIT_USER_ERROR = 2  # configuration, data or paths: fix the input and run again
+EXIT_PROCESS_LOST = 75  # another process of the run has ended (EX_TEMPFAIL of sysexits.h): `--resume` goes on
 EXIT_INTERRUPTED = 130  # Ctrl-C (128 + SIGINT): a checkpoint was saved, `--resume` goes on
 EXIT_TERMINATED = 143  # SIGTERM (128 + SIGTERM): the same, sent by a scheduler
 
@@ -38,6 +39,12 @@ class CheckpointError(FrugalError):
 
 class MemoryBudgetError(FrugalError):
     """The run cannot fit the memory it was given. The message says what would fit."""
+
+
+class ProcessLost(FrugalError):
+    """Another process of the run has ended, stopped with an error, or does not answer. The message names it."""
+
+    exit_code = EXIT_PROCESS_LOST
 
 
 class Interrupted(FrugalError):

@@ -25,7 +25,7 @@ class Outcome:
     world: int
     folder: Path
     reports: list[dict[str, Any]]
-    """What each rank's function returned, in order of rank."""
+    """What each rank's function returned, in order of rank; of a `lost_` case only those of ranks that returned."""
 
     def tensors(self, rank: int, name: str = "") -> dict[str, torch.Tensor]:
         """What that rank saved."""
@@ -70,32 +70,14 @@ def group_environment(world: int, **more: str) -> dict[str, str]:
 def run_cases(
     folder: Path, module: str, cases: list[str], *, world: int = 2, timeout: float = 400, **environment: str
 ) -> Outcomes:
-    """Run `case_<name>(rank)` of tests/distributed/<module>.py for each name, in ``world`` ranks started once.
+    """Run `case_<name>(rank)` of tests/distributed/<module>.py for each name, in ``world`` ranks that are started once.
 
-    After a case that failed the ranks are started anew for those that are left. ``timeout``: seconds of a launch.
+    After a case that failed the ranks are started anew for those that are left. ``timeout``: seconds for all of them.
+    Cases `lost_<name>` may lose ranks; each has ranks of its own.
     """
-    outcomes = Outcomes()
-    left = list(cases)
-    while left:
-        place = folder / f"launch-{len(outcomes.found) + len(outcomes.failed)}"
-        place.mkdir(parents=True)
-        ended = _launch(place, module, left, world, timeout, environment)
-        for case in list(left):
-            files = [place / case / f"{rank}.json" for rank in range(world)]
-            if not all(file.exists() for file in files):
-                break
-            reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-            outcomes.found[case] = Outcome(world, place / case, reports)
-            left.remove(case)
-        if left:
-            outcomes.failed[left.pop(0)] = f"{ended}\n{_errors(place, world)}"
-    return outcomes
-
-
-def _launch(place: Path, module: str, cases: list[str], world: int, timeout: float, environment: dict[str, str]) -> str:
     python_path = os.pathsep.join([str(HERE), str(HERE.parent / "train"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     launcher = subprocess.Popen(
-        [sys.executable, str(HERE / "worker.py"), str(place), str(world), module, *cases],
+        [sys.executable, str(HERE / "worker.py"), str(folder), str(world), module, *cases],
         env=group_environment(world, PYTHONPATH=python_path, **environment),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -103,20 +85,33 @@ def _launch(place: Path, module: str, cases: list[str], world: int, timeout: flo
     )
     try:
         _, text = launcher.communicate(timeout=timeout)
-        return f"the launch ended with {launcher.returncode}\n{text[-3000:]}"
+        ended = f"the launch ended with {launcher.returncode}\n{text[-3000:]}"
     except subprocess.TimeoutExpired:
-        return f"the launch took longer than {timeout} s"
+        ended = f"the launch took longer than {timeout} s"
     finally:
         launcher.kill()  # and with it the ranks: each asked the kernel for that
         launcher.wait()
+    outcomes = Outcomes()
+    for case in cases:
+        files = [folder / case / f"{rank}.json" for rank in range(world)]
+        present = [file for file in files if file.exists()]
+        if present == files or (present and case.startswith("lost_")):
+            reports = [json.loads(file.read_text(encoding="utf-8")) for file in present]
+            outcomes.found[case] = Outcome(world, folder / case, reports)
+        else:
+            outcomes.failed[case] = f"{ended}\n{_errors(folder, case, world)}"
+    return outcomes
 
 
-def _errors(place: Path, world: int) -> str:
+def _errors(folder: Path, case: str, world: int) -> str:
+    """The traceback of every rank, and what the ranks printed since they were started."""
+    place = folder / case
+    first = place / "first"
+    started = folder / (first.read_text(encoding="utf-8") if first.exists() else case)
     parts = []
     for rank in range(world):
-        for path in [*sorted(place.glob(f"*/{rank}.error")), place / f"{rank}.log"]:
+        for path in (place / f"{rank}.error", started / f"{rank}.log"):
             if path.exists():
-                parts.append(
-                    f"--- rank {rank}, {path.name}\n{path.read_text(encoding='utf-8', errors='replace')[-3000:]}"
-                )
+                text = path.read_text(encoding="utf-8", errors="replace")
+                parts.append(f"--- rank {rank}, {path.suffix}\n{text[-3000:]}")
     return "\n".join(parts)
