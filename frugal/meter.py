@@ -49,7 +49,7 @@ class _Record:
         self.nbytes, self.born, self.died, self.category, self.site = nbytes, born, -1, category, site
 
 
-class _Dispatch(TorchDispatchMode):
+class MeterDispatch(TorchDispatchMode):
     """Feeds the outputs of every operation to the meter."""
 
     def __init__(self, meter: LiveBytesMeter) -> None:
@@ -122,6 +122,8 @@ class LiveBytesMeter:
     operation: never time a region with it on.
     """
 
+    dispatch_class: type[MeterDispatch] = MeterDispatch
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -149,7 +151,7 @@ class LiveBytesMeter:
         self._bounds: list[int] = [0]  # autograd sequence numbers at which ...
         self._owners: list[str] = [""]  # ... this module began to create nodes
         self._handles: list[Any] = []
-        self._dispatch: _Dispatch | None = None
+        self._dispatch: MeterDispatch | None = None
         self._allocator_peak = self._allocator_start = 0
         if model is not None:
             self.register_model(model)
@@ -161,6 +163,8 @@ class LiveBytesMeter:
     def register(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
         """Count existing tensors as live from the start. A storage already known takes the new category."""
         for tensor in tensors:
+            if tensor.is_meta and self.device.type != "meta":
+                continue
             record = self._live.get(_key(tensor))
             if record is None:
                 self._add(tensor, category, ("", "", "existing"), existing=True)
@@ -186,7 +190,7 @@ class LiveBytesMeter:
             if self.model is not None:
                 self._hook_modules(self.model)
             self._peak = self._total
-            self._dispatch = _Dispatch(self)
+            self._dispatch = self.dispatch_class(self)
             self._dispatch.__enter__()
         return self
 
@@ -243,8 +247,8 @@ class LiveBytesMeter:
                     left.category = SAVED
         self._in_backward = in_backward
         for tensor in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
-            if not isinstance(tensor, torch.Tensor):
-                continue
+            if not isinstance(tensor, torch.Tensor) or (tensor.is_meta and self.device.type != "meta"):
+                continue  # names and shapes alone, unless they are what is measured
             record = self._live.get(_key(tensor))
             if record is not None:
                 self._resized(tensor, record)

@@ -226,27 +226,29 @@ def halve(_: str, layer: nn.Module) -> None:
                 module._parameters[name] = nn.Parameter(half, requires_grad=parameter.requires_grad)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("quantize", ["nf4", "none"])
-def test_live_bytes_stay_at_shards_and_one_layer(make_tiny_llama: Callable[..., Path], quantize: Any) -> None:
+def test_live_bytes_stay_at_shards_and_one_layer(
+    make_tiny_llama: Callable[..., Path], quantize: Any, fused: bool
+) -> None:
     folder = make_tiny_llama(
         dtype=torch.bfloat16,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=12,
-        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=16,
         tie_word_embeddings=False,
     )
     meter = LiveBytesMeter(device="cpu")
     with meter:
-        filled = load_layer_by_layer(source(folder), LORA, on_layer=halve, seed=3, quantize=quantize)
+        filled = load_layer_by_layer(source(folder), LORA, on_layer=halve, seed=3, quantize=quantize, fused=fused)
     layers = filled.head.decoder.layers
-    shards = sum(p.nbytes for layer in layers for p in layer.parameters())
-    replicated = sum(b.nbytes for layer in layers for b in layer.buffers())
+    shards = sum(p.nbytes for p in layers.parameters())
     rest = sum(p.nbytes for n, p in filled.model.named_parameters() if ".layers." not in n)
-    report = load_base(source(folder), quantize=quantize).report
-    complete = report.total_bytes + 2 * sum(p.nbytes for n, p in layers.named_parameters() if "lora_" in n)
+    rest += sum(b.nbytes for b in filled.model.buffers())  # nested scales: 4 bytes for 16384 weights, replicated
     layer = 2 * shards / len(layers)
-    largest = 256 * 512 * 2  # bytes of the largest tensor as stored
-    print(quantize, dict(peak=meter.peak_bytes, shards=shards, layer=layer, rest=rest, largest=largest, complete=complete))
-    assert meter.peak_bytes <= shards + replicated + rest + layer + 3 * largest
-    assert meter.peak_bytes < 0.75 * complete
+    largest = 512 * 1024 * 2  # bytes of the largest tensor as stored
+    quantising = 3 * 4 * (1 << 17) if quantize == "nf4" else 0  # float32 copies of one piece, whatever the model
+    # Proving an MLP runs its backward, which has its three matrices dense in float32, as a step of training has.
+    proof = 3 * 512 * 1024 * 4 if fused else 0
+    assert meter.peak_bytes <= shards + rest + layer + max(proof, largest + quantising)
+    assert meter.peak_bytes - max(proof, largest + quantising) < 0.62 * (2 * shards + rest)
