@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from frugal.memory.pressure import refuse_when_host_is_full
+from frugal.memory.regions import Regions
 from frugal.memory.scratch import ScratchFile
+from frugal.ops.fake import is_fake
 
 
 class Slot(ABC):
@@ -70,31 +72,47 @@ class FakeSlot(Slot):
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
+SLAB_BYTES = 64 << 20
+"""Of pinned memory taken at once. A power of two: torch's allocator of pinned memory rounds up to one."""
+
+
 class HostStore(Store):
-    """Host memory. From CUDA: pinned buffers, filled on a side stream while the next layer computes; in backward the
-    layer before is fetched while this one computes, so two device buffers are live at a time.
+    """Host memory. From CUDA: pinned, filled on a side stream while the next layer computes; in backward the layer
+    before is fetched while this one computes, so two device buffers are live at a time.
+
+    Pinned memory is taken in slabs and kept for the next step; inputs lie in it one after the other, across slabs, so
+    the host holds what was stored and less than one slab more, whatever the sizes.
 
     For tensors that are on the CPU already this is a plain copy: it saves nothing there and exists so that the same
-    path can be tested without a GPU.
+    path can be tested without a GPU (``slab_bytes``: in slabs there too).
     """
 
-    def __init__(self) -> None:
-        self._free: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    def __init__(self, slab_bytes: int | None = None) -> None:
+        self._slab_bytes = slab_bytes
+        self._arenas: dict[bool, HostArena] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._latest: weakref.ref[HostSlot] | None = None
         self._latest_fake: weakref.ref[FakeSlot] | None = None
 
     def put(self, tensor: torch.Tensor) -> Slot:
-        if isinstance(tensor, FakeTensor) and tensor.device.type != "cpu":
+        if is_fake(tensor) and tensor.device.type != "cpu":
             fake = FakeSlot(tensor, self._latest_fake)
             self._latest_fake = weakref.ref(fake)
             return fake
-        slot = HostSlot(self, tensor, self._latest)
+        on_cuda = tensor.device.type == "cuda"
+        if not on_cuda and self._slab_bytes is None:
+            return CopySlot(tensor)
+        slot = HostSlot(self, self._arena(on_cuda), tensor, self._latest)
         self._latest = weakref.ref(slot)
         return slot
 
     def close(self) -> None:
-        self._free = {True: [], False: []}
+        self._arenas.clear()
+
+    @property
+    def host_bytes(self) -> int:
+        """Taken from the host in slabs."""
+        return sum(arena.nbytes for arena in self._arenas.values())
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The side stream for copies from and to ``device``."""
@@ -102,57 +120,106 @@ class HostStore(Store):
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
-    def take(self, nbytes: int, pinned: bool) -> torch.Tensor:
-        """A host buffer of at least ``nbytes`` bytes: the smallest free one that is large enough, else a new one in
-        place of the largest that is too small."""
-        free = sorted(self._free[pinned], key=torch.Tensor.numel)
-        fitting = [buffer for buffer in free if buffer.numel() >= nbytes]
-        if fitting or free:
-            chosen = fitting[0] if fitting else free[-1]
-            self._free[pinned] = [buffer for buffer in free if buffer is not chosen]
-            if fitting:
-                return chosen
-            del chosen
-        refuse_when_host_is_full(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    def _arena(self, pinned: bool) -> HostArena:
+        if pinned not in self._arenas:
+            self._arenas[pinned] = HostArena(self._slab_bytes or SLAB_BYTES, pinned)
+        return self._arenas[pinned]
 
-    def give_back(self, buffer: torch.Tensor) -> None:
-        """Return a buffer to the pool."""
-        self._free[buffer.is_pinned() if torch.cuda.is_available() else False].append(buffer)
+
+class HostArena:
+    """Slabs of host memory, read as one long space."""
+
+    def __init__(self, slab_bytes: int, pinned: bool) -> None:
+        self.slab_bytes, self.pinned = slab_bytes, pinned
+        self._slabs: list[torch.Tensor] = []
+        self._regions = Regions()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slabs."""
+        return len(self._slabs) * self.slab_bytes
+
+    def take(self, nbytes: int) -> int:
+        """Offset of a region of ``nbytes``. Raises OutOfHostMemory when the host has no room for another slab."""
+        offset = self._regions.take(nbytes)
+        try:
+            while self._regions.top > self.nbytes:
+                refuse_when_host_is_full(self.slab_bytes)
+                self._slabs.append(torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self.pinned))
+        except BaseException:
+            self._regions.give_back(offset, nbytes)
+            raise
+        return offset
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Return a region."""
+        self._regions.give_back(offset, nbytes)
+
+    def pieces(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """(first byte, last byte + 1, those bytes) of a region, a piece in each slab that it lies in."""
+        done = 0
+        while done < nbytes:
+            slab, start = divmod(offset + done, self.slab_bytes)
+            size = min(nbytes - done, self.slab_bytes - start)
+            yield done, done + size, self._slabs[slab][start : start + size]
+            done += size
+
+
+class CopySlot(Slot):
+    """A copy of one tensor that is on the host already."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.copy: torch.Tensor | None = tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def get(self) -> torch.Tensor:
+        copy, self.copy = self.copy, None
+        if copy is None:
+            raise RuntimeError(_USED_UP)
+        return copy
+
+    def release(self) -> None:
+        self.copy = None
 
 
 class HostSlot(Slot):
-    """One tensor in host memory."""
+    """One tensor in an arena of host memory."""
 
-    def __init__(self, store: HostStore, tensor: torch.Tensor, previous: weakref.ref[HostSlot] | None) -> None:
-        self.store, self.device, self.dtype, self.shape = store, tensor.device, tensor.dtype, tensor.shape
+    def __init__(
+        self, store: HostStore, arena: HostArena, tensor: torch.Tensor, previous: weakref.ref[HostSlot] | None
+    ) -> None:
+        self.store, self.arena = store, arena
+        self.device, self.dtype, self.shape = tensor.device, tensor.dtype, tensor.shape
         self.previous = previous
         self.nbytes = tensor.numel() * tensor.element_size()
-        self.buffer: torch.Tensor | None = store.take(self.nbytes, self.on_cuda)
+        self.offset: int | None = None
         self.fetched: torch.Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
+        self.offset = arena.take(self.nbytes)
         source = tensor.detach().contiguous()
         if not self.on_cuda:
-            self._host().copy_(source)
+            self._copy(source, to_host=True)
             return
         side = store.stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            self._host().copy_(source, non_blocking=True)
+            self._copy(source, to_host=True)
         source.record_stream(side)  # its memory may be reused only after the copy
 
     @property
     def on_cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def _host(self) -> torch.Tensor:
-        if self.buffer is None:
+    def _copy(self, tensor: torch.Tensor, *, to_host: bool) -> None:
+        if self.offset is None:
             raise RuntimeError(_USED_UP)
-        return self.buffer[: self.nbytes].view(self.dtype).view(self.shape)
+        flat = tensor.view(-1).view(torch.uint8)
+        for start, stop, piece in self.arena.pieces(self.offset, self.nbytes):
+            here, there = (piece, flat[start:stop]) if to_host else (flat[start:stop], piece)
+            here.copy_(there, non_blocking=self.on_cuda)
 
     def prefetch(self) -> None:
         """Start the copy back to the device."""
-        if self.fetched is not None or self.buffer is None or not self.on_cuda:
+        if self.fetched is not None or self.offset is None or not self.on_cuda:
             return
         side = self.store.stream(self.device)
         with torch.cuda.device(self.device):
@@ -160,13 +227,15 @@ class HostSlot(Slot):
             # The buffer's memory may still be in use by work queued before; the copy also follows its own offload.
             side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(side):
-                self.fetched.copy_(self._host(), non_blocking=True)
+                self._copy(self.fetched, to_host=False)
                 self.arrived = torch.cuda.Event()
                 self.arrived.record(side)
 
     def get(self) -> torch.Tensor:
         if not self.on_cuda:
-            return self._host().clone()
+            out = torch.empty(self.shape, dtype=self.dtype)
+            self._copy(out, to_host=False)
+            return out
         self.prefetch()
         fetched, arrived = self.fetched, self.arrived
         if fetched is None or arrived is None:
@@ -179,13 +248,13 @@ class HostSlot(Slot):
         return fetched
 
     def release(self) -> None:
-        if self.buffer is None:
+        if self.offset is None:
             return
         if self.fetched is not None:  # fetched and never asked for: the side stream may still write to it
             self.fetched.record_stream(self.store.stream(self.device))
-        # No wait: whoever takes the buffer next writes to it on the same side stream.
-        self.store.give_back(self.buffer)
-        self.buffer = self.fetched = None
+        # No wait: whoever takes the region next writes to it on the same side stream.
+        self.arena.give_back(self.offset, self.nbytes)
+        self.offset = self.fetched = None
 
     def __del__(self) -> None:
         self.release()
@@ -202,7 +271,7 @@ class DiskStore(Store):
         self.file = ScratchFile(folder)
 
     def put(self, tensor: torch.Tensor) -> Slot:
-        return FakeSlot(tensor) if isinstance(tensor, FakeTensor) else DiskSlot(self.file, tensor)
+        return FakeSlot(tensor) if is_fake(tensor) else DiskSlot(self.file, tensor)
 
     def close(self) -> None:
         self.file.close()

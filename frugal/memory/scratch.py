@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from frugal.errors import MemoryBudgetError
+from frugal.memory.regions import Regions
 
 
 class ScratchFile:
@@ -32,33 +33,23 @@ class ScratchFile:
                 "Set memory.scratch_dir to a folder that can be written to."
             ) from error
         self._reserved = 0
-        self._top = 0
-        self._free: dict[int, int] = {}
-        """Offset -> bytes of regions given back that do not touch the top."""
+        self._regions = Regions()
         self.peak_bytes = 0
 
     def take(self, nbytes: int) -> int:
         """Reserve ``nbytes``; returns the offset. Raises MemoryBudgetError when the disk has no room."""
-        nbytes = _rounded(nbytes)
-        for offset, size in self._free.items():
-            if size == nbytes:
-                del self._free[offset]
-                return offset
-        offset = self._top
-        self._reserve(offset + nbytes)
-        self._top = offset + nbytes
-        self.peak_bytes = max(self.peak_bytes, self._top)
+        offset = self._regions.take(nbytes)
+        try:
+            self._reserve(offset + Regions.rounded(nbytes))
+        except BaseException:
+            self._regions.give_back(offset, nbytes)
+            raise
+        self.peak_bytes = max(self.peak_bytes, self._regions.top)
         return offset
 
     def give_back(self, offset: int, nbytes: int) -> None:
         """Return a region."""
-        self._free[offset] = _rounded(nbytes)
-        while self._free:
-            last = max(self._free)
-            if last + self._free[last] != self._top:
-                break
-            self._top = last
-            del self._free[last]
+        self._regions.give_back(offset, nbytes)
 
     def _reserve(self, end: int) -> None:
         if end <= self._reserved:
@@ -98,10 +89,6 @@ class ScratchFile:
     def close(self) -> None:
         """Give the disk space back."""
         self._file.close()
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-max(nbytes, 1) // 4096) * 4096
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from frugal.memory.offload import SLAB_BYTES
+from frugal.memory.regions import Regions
 from frugal.plan.allowance import PROCESS_BYTES
 from frugal.plan.skeleton import Part
 
@@ -30,9 +32,10 @@ class Sizes:
     rotation_only: bool = False
 
 
-def next_power_of_two(count: int) -> int:
-    """The smallest power of two that is at least ``count``: what torch's pinned allocator really takes."""
-    return 1 << max(0, (count - 1).bit_length())
+def offloaded_bytes(sizes: Sizes) -> int:
+    """Pinned slabs that hold the stored inputs, as `frugal.memory.offload` takes them."""
+    buffers, each = stored_inputs(sizes)
+    return -(-buffers * Regions.rounded(each) // SLAB_BYTES) * SLAB_BYTES
 
 
 def stored_inputs(sizes: Sizes) -> tuple[int, int]:
@@ -42,13 +45,12 @@ def stored_inputs(sizes: Sizes) -> tuple[int, int]:
 
 def host_bytes(sizes: Sizes, parts: list[Part]) -> dict[str, int]:
     """Host memory by purpose. On a CPU run tensors are counted with the device, and this is what comes on top."""
-    buffers, each = stored_inputs(sizes)
     on_gpu = sizes.kind != "cpu"
     largest = max((part.read_bytes for part in parts), default=0)
     return {
         "process": PROCESS_BYTES[sizes.kind] if on_gpu else 0,
         "largest tensor while loading": largest if on_gpu else 0,
-        "offloaded layer inputs": buffers * next_power_of_two(each) if on_gpu and sizes.policy == "offload" else 0,
+        "offloaded layer inputs": offloaded_bytes(sizes) if on_gpu and sizes.policy == "offload" else 0,
         "data": sizes.dataset_bytes,
         "checkpoint being written": sizes.trained_bytes if on_gpu else 0,
     }
@@ -73,10 +75,9 @@ def merge_bytes(parts: list[Part]) -> int:
 def disk_bytes(sizes: Sizes) -> dict[str, int]:
     """Disk by purpose."""
     buffers, each = stored_inputs(sizes)
-    page = 4096
     return {
         "checkpoints": sizes.checkpoint_bytes * (sizes.kept_checkpoints + 1),
-        "scratch": buffers * -(-each // page) * page if sizes.policy == "disk" else 0,
+        "scratch": buffers * Regions.rounded(each) if sizes.policy == "disk" else 0,
         "adapter": sizes.trained_bytes,
         "merged export": 2 * sizes.base_parameters,
     }

@@ -17,7 +17,8 @@ from frugal import meter_report as kinds
 from frugal.errors import MemoryBudgetError, UnsupportedError
 from frugal.memory import apply_activation_checkpointing
 from frugal.memory.checkpoint import LayerCheckpoint
-from frugal.memory.offload import DiskStore, HostStore
+from frugal.memory.offload import SLAB_BYTES, DiskStore, HostSlot, HostStore
+from frugal.memory.pressure import OutOfHostMemory
 from frugal.memory.scratch import ScratchFile
 from frugal.meter import LiveBytesMeter
 from frugal.ops import recompute
@@ -108,7 +109,7 @@ def test_disk_keeps_no_layer_input_but_the_last(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_stores_give_back_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     values = torch.randint(-(2**31), 2**31 - 1, (3, 5, 128), dtype=torch.int32).view(dtype)  # with NaNs and infinities
-    for store in (HostStore(), DiskStore(tmp_path)):
+    for store in (HostStore(), HostStore(slab_bytes=4096), DiskStore(tmp_path)):
         for tensor in (values, values.transpose(0, 1), values[:, 1:3]):
             one, two = store.put(tensor), store.put(tensor.flip(0))
             back = one.get()
@@ -116,6 +117,35 @@ def test_stores_give_back_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> N
             assert torch.equal(back.view(torch.uint8), tensor.contiguous().view(torch.uint8))
             assert torch.equal(two.get().view(torch.uint8), tensor.flip(0).contiguous().view(torch.uint8))
         store.close()
+
+
+def test_host_memory_is_taken_in_slabs_and_used_again() -> None:
+    """What is stored and less than a slab more, no power of two of each input; the next step takes nothing."""
+    store, inputs = HostStore(slab_bytes=1 << 16), [torch.randn(5, 1000 + i) for i in range(40)]
+    for _ in range(3):
+        slots = [store.put(tensor) for tensor in inputs]
+        assert all(isinstance(slot, HostSlot) for slot in slots)
+        stored = sum(-(-t.nbytes // 4096) * 4096 for t in inputs)  # in whole pages
+        assert stored <= store.host_bytes < stored + (1 << 16)
+        for slot, tensor in reversed(list(zip(slots, inputs, strict=True))):
+            assert torch.equal(slot.get(), tensor)
+            slot.release()
+        del slot, slots
+    assert SLAB_BYTES.bit_count() == 1  # what torch's allocator of pinned memory does not round up
+    shorter = [store.put(tensor[:, :10]) for tensor in inputs]
+    assert store.host_bytes < stored + (1 << 16)
+    del shorter
+    store.close()
+    assert store.host_bytes == 0
+
+
+def test_no_slab_beyond_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HostStore(slab_bytes=1 << 12)
+    kept = store.put(torch.arange(1000))
+    monkeypatch.setattr("frugal.memory.pressure.HOST_RESERVE_BYTES", 1 << 60)
+    with pytest.raises(OutOfHostMemory):
+        store.put(torch.arange(10_000))
+    assert torch.equal(kept.get(), torch.arange(1000))
 
 
 def test_scratch_space_is_given_out_like_a_stack(tmp_path: Path) -> None:
