@@ -194,6 +194,17 @@ def _memory(manifest: Mapping[str, Any]) -> str:
     return bars(rows)
 
 
+_DATA_LABELS = {
+    "template.template": "chat template",
+    "template.end_token": "end of an answer",
+    "template.end_trained": "end of an answer is trained",
+    "template.answers": "answers",
+    "template.answers_ended": "answers with their end",
+    "template.stop_ids": "stop token ids",
+    "template.stop_tokens": "stop tokens",
+}
+
+
 def _data(account: Any) -> str:
     """Counts side by side for the parts (train, eval), and below what else the account says."""
     if not isinstance(account, Mapping):
@@ -214,7 +225,8 @@ def _data(account: Any) -> str:
             cells = (str(drop.get("rows", "")) if name == drop.get("part") else "" for name in parts)
             rows += f"<tr><th>{label}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
     table = f"<table><tr><th></th>{head}</tr>{rows}</table>" if rows else ""
-    return table + _table({key: value for key, value in _flat(account).items() if not key.startswith("figures.")})
+    rest = {key: value for key, value in _flat(account).items() if not key.startswith("figures.")}
+    return table + _table({_DATA_LABELS.get(key, key.replace("_", " ")): value for key, value in rest.items()})
 
 
 def _implementations(manifest: Mapping[str, Any]) -> str:
