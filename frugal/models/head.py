@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frugal.models.linear_parts import LinearParts, linear_parts, one_adapter
+from frugal.models.linear_parts import LinearParts, gathered, linear_parts, one_adapter
 from frugal.ops import linear_cross_entropy
 from frugal.ops.weights import matmul_t
 
@@ -66,15 +66,17 @@ class HeadSpec:
         reduction: str = "sum",
     ) -> Tensor:
         """Loss of hidden states [tokens, hidden_size] and shifted labels [tokens]: fp32 scalar, or [tokens]."""
-        parts = self._parts()
-        lora, lora_input = one_adapter(parts.adapters), None
-        if any(adapter.dropout for adapter in parts.adapters):
-            lora_input = F.dropout(hidden, parts.adapters[0].dropout)
-        return linear_cross_entropy(
-            hidden, parts.weight, labels, bias=parts.bias, ignore_index=IGNORE_INDEX, logit_scale=self.logit_scale,
-            softcap=self.softcap, label_smoothing=label_smoothing, z_loss=z_loss, token_weights=token_weights,
-            lora=lora, lora_input=lora_input, chunk_tokens=chunk_tokens, reduction=reduction,  # type: ignore[arg-type]
-        )  # fmt: skip
+        with gathered(self.head):  # gradients are made in here, backward needs no weight
+            parts = self._parts()
+            lora, lora_input = one_adapter(parts.adapters), None
+            if any(adapter.dropout for adapter in parts.adapters):
+                lora_input = F.dropout(hidden, parts.adapters[0].dropout)
+            return linear_cross_entropy(
+                hidden, parts.weight, labels, bias=parts.bias, ignore_index=IGNORE_INDEX,
+                logit_scale=self.logit_scale, softcap=self.softcap, label_smoothing=label_smoothing, z_loss=z_loss,
+                token_weights=token_weights, lora=lora, lora_input=lora_input, chunk_tokens=chunk_tokens,
+                reduction=reduction,  # type: ignore[arg-type]
+            )  # fmt: skip
 
     def loss_sum(self, inputs: Mapping[str, Any], labels: Tensor, **options: Any) -> Tensor:
         """Sum over supervised tokens for model ``inputs`` and labels [rows, tokens] in transformers' convention.

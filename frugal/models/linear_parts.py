@@ -7,7 +7,10 @@ operations cannot do is answered with the reason.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
@@ -54,13 +57,39 @@ def linear_parts(module: nn.Module, *, hooks_run: bool = False) -> LinearParts |
         return f"{type(module).__name__} has forward hooks"
     if isinstance(module, NF4Linear):
         return LinearParts(module.nf4, module.bias, ())
-    if type(module) is nn.Linear or type(module) is StoredLinear:
+    if isinstance(module, nn.Linear) and own_class(module) in (nn.Linear, StoredLinear):
         return LinearParts(module.weight, module.bias, ())
     return f"{type(module).__module__}.{type(module).__name__} is no plain linear layer"
 
 
+def is_unit(module: nn.Module) -> bool:
+    """Whether torch's `fully_shard` was applied to this very module: its parameters are shards until gathered."""
+    return callable(getattr(module, "unshard", None)) and callable(getattr(module, "reshard", None))
+
+
+def own_class(module: nn.Module) -> type:
+    """The module's class; `fully_shard` puts one of its own in front, with the former as second base."""
+    return type(module).__bases__[1] if is_unit(module) else type(module)
+
+
+@contextlib.contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Inside, a unit of `fully_shard` has its parameters whole (a collective), though its forward is not called."""
+    unit: Any = module if is_unit(module) else None
+    if unit is not None:
+        unit.unshard()
+    try:
+        yield
+    finally:
+        if unit is not None:
+            unit.reshard()
+
+
 def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    gathers = 1 if is_unit(module) else 0  # hooks of fully_shard; who reads a unit's parameters gathers them
+    return bool(
+        len(module._forward_hooks) > gathers or len(module._forward_pre_hooks) > gathers or module._backward_hooks
+    )
 
 
 def _lora_parts(module: LoraLinear, hooks_run: bool) -> LinearParts | str:

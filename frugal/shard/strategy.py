@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from frugal.adapters import adapter_state
 from frugal.shard.state import OptimizerState, load_optimizer_state, optimizer_state
+from frugal.shard.tensors import local
 
 T = TypeVar("T")
 MakeOptimizer = Callable[[], Optimizer]
@@ -94,6 +95,28 @@ class Strategy(ABC):
 
     def rest(self, wrapped: nn.Module) -> None:  # noqa: B027  (without shards there is nothing to give up)
         """Forward passes without a backward are over (evaluation, answers): give up what they gathered."""
+
+    def remember(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Copy trained tensors and optimizer state to the host; calling the result puts them back, bit for bit."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        weights = [_copy(parameter) for parameter in parameters]
+        before = {parameter: dict(values) for parameter, values in optimizer.state.items()}
+        copies = {
+            parameter: {key: _copy(value) for key, value in values.items() if isinstance(value, Tensor)}
+            for parameter, values in before.items()
+        }
+
+        @torch.no_grad()
+        def put_back() -> None:
+            for parameter, copy in zip(parameters, weights, strict=True):
+                local(parameter.detach()).copy_(copy)
+            optimizer.state.clear()
+            for parameter, values in before.items():
+                for key, copy in copies[parameter].items():
+                    local(values[key]).copy_(copy)
+                optimizer.state[parameter] = values
+
+        return put_back
 
     def digests(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
         """SHA-256 of each whole trained tensor as this rank sees it; equal on all ranks in a sound run."""
@@ -169,6 +192,10 @@ def clip(optimizer: Optimizer, max_norm: float) -> float:
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return float(norm)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return local(tensor.detach()).to("cpu", copy=True)
 
 
 def digest(tensor: Tensor) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from frugal.data import TokenDataset, collate
-from frugal.train.loss import LossModule
+from frugal.models.head import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class EvalResult:
 
 @torch.no_grad()
 def evaluate_rows(
-    module: LossModule,
+    module: nn.Module,
     data: TokenDataset,
     *,
     batch_size: int,
@@ -38,15 +38,19 @@ def evaluate_rows(
 ) -> EvalResult:
     """Token-mean loss of ``data`` with dropout off; the module's training mode is put back.
 
-    Longest rows first, so that what does not fit shows in the first batch. Sums are kept in float64. Every rank takes
-    its share of batches and calls this at the same time.
+    ``module`` is a `LossModule`, or what a strategy made of one. Longest rows first, so that what does not fit shows in
+    the first batch. Sums are kept in float64. Every rank takes its share of batches and calls this at the same time;
+    all run equally many, since a forward pass may gather weights: what is missing is a batch without targets.
     """
     was_training = module.training
     module.eval()
+    shortest = [int(data.lengths.argmin())]
     total = torch.zeros(2, dtype=torch.float64)  # sum of losses, number of targets
     try:
         for batch in _batches(data, batch_size, rank, world_size):
-            rows = collate([data[row] for row in batch], pad_id, flat=flat)
+            rows = collate([data[row] for row in batch or shortest], pad_id, flat=flat)
+            if not batch:
+                rows["labels"] = torch.full_like(rows["labels"], IGNORE_INDEX)
             loss_sum, count = module(to_device(rows, device))
             total += torch.stack([loss_sum.double().cpu(), count.double().cpu()])
     finally:
@@ -75,4 +79,5 @@ def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
 def _batches(data: TokenDataset, batch_size: int, rank: int, world_size: int) -> Iterator[list[int]]:
     order = sorted(range(len(data)), key=lambda row: (-int(data.lengths[row]), row))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    batches += [[] for _ in range(-len(batches) % world_size)]
     yield from batches[rank::world_size]

@@ -19,10 +19,11 @@ from frugal.data import collate
 from frugal.errors import FrugalError, Interrupted
 from frugal.memory.pressure import is_out_of_memory
 from frugal.train import ranks
+from frugal.train.compare import COMPARED_AFTER, compare
 from frugal.train.evaluate import EvalResult, evaluate_rows, to_device
 from frugal.train.in_backward import step_in_backward
 from frugal.train.job import Hooks, Job, LoopState
-from frugal.train.optim import set_rate
+from frugal.train.optim import set_rate, trainable
 from frugal.train.randomness import rng_state, set_rng_state
 from frugal.train.schedule import TrainPlan, split_window
 
@@ -52,6 +53,8 @@ def train_loop(job: Job, hooks: Hooks, state: LoopState) -> LoopState:
         if job.eval_rows is not None and _due(job.train.eval_steps, state.step, job.plan):
             record.update(_evaluate_and_compare(job, state, hooks))
         hooks.record(record)
+        if state.step in COMPARED_AFTER:
+            compare_ranks(job, f"after step {state.step}")
         exit_code = ranks.any_rank(hooks.stop.exit_code)
         best_now = job.keep_best and state.best_step == state.step
         if exit_code is not None or best_now or _due(job.save_steps, state.step, job.plan):
@@ -64,6 +67,12 @@ def train_loop(job: Job, hooks: Hooks, state: LoopState) -> LoopState:
                 exit_code,
             )
     return state
+
+
+def compare_ranks(job: Job, when: str) -> None:
+    """Raise, naming the first, when a trained tensor differs between the ranks."""
+    if ranks.world_size() > 1:
+        compare(job.strategy.digests(trainable(job.module.model)), when)
 
 
 def _one_step(
@@ -187,8 +196,8 @@ def _due(every: int | None, step: int, plan: TrainPlan) -> bool:
 
 def _evaluate(job: Job) -> EvalResult:
     assert job.eval_rows is not None
-    return evaluate_rows(
-        job.module,
+    result = evaluate_rows(
+        job.wrapped,
         job.eval_rows,
         batch_size=job.train.per_device_eval_batch_size,
         pad_id=job.pad_id,
@@ -197,6 +206,8 @@ def _evaluate(job: Job) -> EvalResult:
         rank=ranks.rank(),
         world_size=ranks.world_size(),
     )
+    job.strategy.rest(job.wrapped)
+    return result
 
 
 def _evaluate_and_compare(job: Job, state: LoopState, hooks: Hooks) -> dict[str, float]:

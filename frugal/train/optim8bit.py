@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from frugal.errors import CheckpointError
 from frugal.ops.adam8bit import adam8bit_
+from frugal.shard.tensors import local
 
 BLOCK_SIZE = 256
 MIN_8BIT_SIZE = 4096
@@ -38,7 +39,8 @@ class AdamW8bit(Optimizer):
 
     State of a parameter: `step` (int), `state1` and `state2` (first and second moment; uint8 [shape], or fp32 below
     ``MIN_8BIT_SIZE`` elements) and, for 8-bit ones, `absmax1` and `absmax2` (fp32 [ceil(elements / 256)]). Parameters
-    may be fp32, bf16 or fp16; a gradient has its parameter's dtype. Weight decay is decoupled.
+    may be fp32, bf16 or fp16; a gradient has its parameter's dtype. Weight decay is decoupled. Of a sharded parameter
+    only this rank's shard is updated, with state of the shard's shape; whether that is 8-bit goes by the whole.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class AdamW8bit(Optimizer):
         if not state:
             self._start(parameter, state)
         state["step"] += 1
-        values = parameter.detach()
+        values, grad = local(parameter.detach()), local(grad)
+        if not values.numel():  # a shard without elements: fewer rows than ranks
+            return
         flat = values if values.is_contiguous() else values.contiguous()
         beta1, beta2 = group["betas"]
         if state["state1"].dtype == torch.uint8:
@@ -127,10 +131,10 @@ class AdamW8bit(Optimizer):
 
 
 def _layout(parameter: torch.Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    count = parameter.numel()
-    blocks = -(-count // BLOCK_SIZE)
-    kinds = _DTYPES[8 if count >= MIN_8BIT_SIZE else 32]
-    return {k: (dtype, (blocks,) if k.startswith("absmax") else tuple(parameter.shape)) for k, dtype in kinds.items()}
+    here = local(parameter.detach())
+    blocks = -(-here.numel() // BLOCK_SIZE)
+    kinds = _DTYPES[8 if parameter.numel() >= MIN_8BIT_SIZE else 32]
+    return {k: (dtype, (blocks,) if k.startswith("absmax") else tuple(here.shape)) for k, dtype in kinds.items()}
 
 
 def _checked(saved: dict[str, Any], parameter: torch.Tensor, index: int) -> dict[str, Any]:

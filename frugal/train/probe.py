@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from frugal.data import collate
 from frugal.meter import LiveBytesMeter
+from frugal.shard.state import named_parameters
 from frugal.train import ranks
 from frugal.train.evaluate import evaluate_rows, to_device
 from frugal.train.in_backward import OptimizerInBackward
@@ -85,7 +85,7 @@ def run_probe(job: Job, *, first_step: int = 0, limit_bytes: int | None = None) 
         flat=job.flat,
         first_step=first_step,
     )
-    with _put_back(job):
+    with put_back(job):
         with LiveBytesMeter(job.module, job.optimizer, limit_bytes=limit_bytes) as meter:
             _step(job, rows, device)
         step_bytes = meter.peak_bytes
@@ -96,7 +96,7 @@ def run_probe(job: Job, *, first_step: int = 0, limit_bytes: int | None = None) 
             groups = [range(int(bounds[row]), int(bounds[row + 1])) for row in chosen]
             with LiveBytesMeter(job.module, job.optimizer, limit_bytes=limit_bytes) as meter:
                 evaluate_rows(
-                    job.module,
+                    job.wrapped,
                     job.eval_rows.grouped(groups),
                     batch_size=len(chosen),
                     pad_id=job.pad_id,
@@ -104,58 +104,48 @@ def run_probe(job: Job, *, first_step: int = 0, limit_bytes: int | None = None) 
                     device=device,
                 )
             eval_bytes = meter.peak_bytes
+            job.strategy.rest(job.wrapped)
     tokens = micro_batch_tokens(job.rows.lengths, rows, flat=job.flat)
     return ProbeResult(step_bytes, eval_bytes, len(rows), tokens)
 
 
 def _step(job: Job, rows: list[int], device: torch.device) -> None:
     """Forward, backward, norm and update of one micro-batch, as a step does them."""
-    parameters = [parameter for group in job.optimizer.param_groups for parameter in group["params"]]
-    if job.train.gradient_accumulation_steps > 1:  # later micro-batches find gradients there
-        for parameter in parameters:
+    accumulates = job.train.gradient_accumulation_steps > 1
+    if accumulates and not job.strategy.sharded:  # later micro-batches find gradients there
+        for parameter in named_parameters(job.optimizer).values():
             parameter.grad = torch.zeros_like(parameter)
-    job.module.train()
+    job.wrapped.train()
     batch = to_device(collate([job.rows[row] for row in rows], job.pad_id, flat=job.flat), device)
     if job.step_in_backward:
-        loss_sum, count = job.module(batch)
+        loss_sum, count = job.wrapped(batch)
         with OptimizerInBackward(job.optimizer, gradient_accumulation_steps=1, max_grad_norm=0.0):
             (loss_sum / count.clamp(min=1)).backward()
         return
-    loss_sum, count = job.module(batch)
-    (loss_sum / count.clamp(min=1)).backward()
-    job.strategy.norm_and_clip(job.optimizer, job.train.max_grad_norm, torch.amp.GradScaler(device.type, enabled=False))
-    job.optimizer.step()
-    job.optimizer.zero_grad(set_to_none=True)
+    scaler = torch.amp.GradScaler(device.type, enabled=False)
+    # where gradients wait elsewhere (whole, until they are reduced), a first micro-batch puts them there
+    for last in (False, True) if accumulates and job.strategy.sharded else (True,):
+        with job.strategy.accumulating(job.wrapped, last):
+            loss_sum, count = job.wrapped(batch)
+            job.strategy.backward(loss_sum / count.clamp(min=1), scaler)
+        del loss_sum
+    job.strategy.norm_and_clip(job.optimizer, job.train.max_grad_norm, scaler)
+    job.strategy.step(job.optimizer, scaler)
+    job.strategy.zero_grad(job.optimizer)
 
 
 @contextmanager
-def _put_back(job: Job) -> Iterator[None]:
+def put_back(job: Job) -> Iterator[None]:
     """Weights, optimizer state, random generators and mode afterwards are those before, bit for bit."""
     device = job.accelerator.device
     generators = rng_state(device)
     training = job.module.training
-    parameters = [parameter for group in job.optimizer.param_groups for parameter in group["params"]]
-    weights = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
-    state = {parameter: _copied(values) for parameter, values in job.optimizer.state.items()}
+    put_back_tensors = job.strategy.remember(job.optimizer)
     try:
         yield
     finally:
-        job.optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for parameter, before in zip(parameters, weights, strict=True):
-                parameter.copy_(before)
-        job.optimizer.state.clear()
-        for parameter, values in state.items():
-            job.optimizer.state[parameter] = {
-                key: value[0].to(value[1]) if isinstance(value, tuple) else value for key, value in values.items()
-            }
-        job.module.train(training)
+        job.strategy.zero_grad(job.optimizer)
+        job.strategy.rest(job.wrapped)
+        put_back_tensors()
+        job.wrapped.train(training)
         set_rng_state(generators, device)
-
-
-def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    """State on the host: (copy, device) for a tensor."""
-    return {
-        key: (value.detach().to("cpu", copy=True), value.device) if isinstance(value, torch.Tensor) else value
-        for key, value in values.items()
-    }
