@@ -78,7 +78,7 @@ class FullyShard(Strategy):
         layers: list[Any] = list(decoder_layers(module).values())
         for layer in layers:
             self.take_layer("", layer)
-        embedding, head = _own_units(module) if self.shard_base else (None, None)
+        embedding, head = own_units(module) if self.shard_base else (None, None)
         for table in (embedding, head):
             if table is not None:
                 self._unit(table)
@@ -171,7 +171,7 @@ class FullyShard(Strategy):
         load_optimizer_state(optimizer, saved, where, part_of_state)
 
 
-def _own_units(module: nn.Module) -> tuple[Any, Any]:
+def own_units(module: nn.Module) -> tuple[Any, Any]:
     """Embedding and head, where they are frozen and share no parameter with another module: units of their own."""
     model = next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
     if model is None:
