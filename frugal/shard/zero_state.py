@@ -1,0 +1,271 @@
+"""What lies inside a DeepSpeed engine: partitions, gradients, optimizer state. No other module knows of it.
+
+Written for DeepSpeed 0.18 and 0.19. Every function is called by all ranks at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from frugal.errors import CheckpointError, UnsupportedError
+from frugal.shard.state import OptimizerState
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def deepspeed() -> Any:
+    """The package, imported when a run needs it: it is optional, and slow to import."""
+    import deepspeed as package
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    return package
+
+
+# ---- partitioning --------------------------------------------------------------------------------------------------
+
+
+def partition(parameters: list[nn.Parameter], config: dict[str, Any], offload: bool) -> None:
+    """Cut parameters that are whole, the same on every rank, into one part a rank (ZeRO-3). Bytes are moved as bytes.
+
+    Each becomes an empty tensor whose part is its ``ds_tensor``.
+    """
+    todo = [parameter for parameter in parameters if not hasattr(parameter, "ds_id")]
+    if not todo:
+        return
+    package = deepspeed()
+    package.init_distributed(verbose=False)
+    holder = nn.Module()
+    for index, parameter in enumerate(todo):
+        holder.register_parameter(str(index), parameter)
+    package.zero.Init(
+        module=holder,
+        config_dict_or_path=config,
+        dtype=torch.float32,  # of nothing that is converted here
+        remote_device="cpu" if offload else None,
+    )
+
+
+def whole(parameter: nn.Parameter, *, modifier_rank: int | None = None) -> contextlib.AbstractContextManager[Any]:
+    """A parameter gathered, on every rank. With ``modifier_rank`` that rank's changes are kept."""
+    if not hasattr(parameter, "ds_id"):
+        return contextlib.nullcontext()
+    gathered: contextlib.AbstractContextManager[Any] = deepspeed().zero.GatheredParameters(
+        [parameter], modifier_rank=modifier_rank
+    )
+    return gathered
+
+
+def gather_around(layer: nn.Module) -> list[Any]:
+    """Hooks that gather a partitioned layer around each forward pass (without a backward one)."""
+    parameters: list[Any] = [parameter for parameter in layer.parameters() if hasattr(parameter, "ds_id")]
+
+    def before(*_: Any) -> None:
+        parameters[0].all_gather(parameters)
+
+    def after(*_: Any) -> None:
+        parameters[0].partition(parameters)
+
+    if not parameters:
+        return []
+    return [layer.register_forward_pre_hook(before), layer.register_forward_hook(after, always_call=True)]
+
+
+def make_unit(name: str, layer: nn.Module) -> None:
+    """Make a layer a unit of ZeRO-3: its parameters are gathered, and its gradients reduced, together.
+
+    DeepSpeed reduces a unit's gradients when the gradient of its input is there. Where the input wants none (the first
+    layer over a frozen embedding) that moment is before the layer's backward pass, and its gradients would be lost:
+    so the input of every unit wants one.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    def want_gradient(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+            raise UnsupportedError(
+                f"ZeRO-3 cannot train {name}: {type(module).__name__} takes no hidden states as its first argument. "
+                "Use distributed.strategy: fsdp2 or zero2."
+            )
+        return None if args[0].requires_grad else (args[0].detach().requires_grad_(), *args[1:])
+
+    layer.register_forward_pre_hook(want_gradient)
+    set_z3_leaf_module(layer, True)
+
+
+def start_engine(module: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -> Any:
+    """`deepspeed.initialize`; ``optimizer`` then steps the engine's flat partitions."""
+    engine, *_ = deepspeed().initialize(model=module, optimizer=optimizer, config=config)
+    return engine
+
+
+def refuse_whole(module: nn.Module, world_size: int) -> None:
+    """Raise AssertionError unless this rank holds about 1/N of every parameter's bytes, 4-bit ones too."""
+    parameter: Any
+    for name, parameter in module.named_parameters():
+        part = getattr(parameter, "ds_tensor", None)
+        if part is None or part.numel() > -(-parameter.ds_numel // world_size) or part.dtype != parameter.dtype:
+            raise AssertionError(
+                f"{name} is not partitioned: {parameter.ds_summary() if part is not None else 'whole'}"
+            )
+
+
+def local_bytes(module: nn.Module) -> dict[str, int]:
+    """Bytes of parameters as this rank stores them between steps: `frozen` and `trained` ones, in the model alone."""
+    found = {"frozen": 0, "trained": 0}
+    parameter: Any
+    for parameter in module.parameters():
+        stored = parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter
+        found["trained" if parameter.requires_grad else "frozen"] += stored.nbytes + (
+            parameter.data.nbytes if stored is not parameter else 0
+        )
+    return found
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+def local_square(engine: Any, stage: int, trained: Iterable[nn.Parameter], device: torch.device) -> Tensor:
+    """Sum of squares of this rank's part of all reduced gradients: float64 [1]."""
+    square = torch.zeros(1, dtype=torch.float64, device=device)
+    for gradient in _local_gradients(engine.optimizer, stage, trained):
+        square += gradient.double().square().sum().to(device)
+    return square
+
+
+def _local_gradients(zero: Any, stage: int, trained: Iterable[nn.Parameter]) -> Iterable[Tensor]:
+    if stage < 3:
+        if zero.cpu_offload:
+            yield from (flat.grad for flat in zero.single_partition_of_fp32_groups if flat.grad is not None)
+        else:
+            for gradients in zero.averaged_gradients.values():
+                yield from gradients or ()
+        return
+    from deepspeed.utils import safe_get_local_grad
+
+    for parameter in trained:
+        gradient = safe_get_local_grad(parameter).flatten()
+        yield gradient[: _mine(parameter)[1]]
+
+
+def _mine(parameter: Any) -> tuple[int, int]:
+    """(first element, number of elements) of a ZeRO-3 parameter that lie on this rank, padding left out."""
+    size = parameter.ds_tensor.numel()
+    first = size * parameter.ds_zero_partition_rank
+    return first, max(0, min(size, parameter.ds_numel - first))
+
+
+def drop_gradients(engine: Any, stage: int) -> None:
+    """Forget gradients, reduced ones too, as after a step."""
+    zero = engine.optimizer
+    zero.zero_grad(set_to_none=True)
+    if stage < 3:
+        zero.micro_step_id = -1
+        for group in list(zero.averaged_gradients):
+            zero.averaged_gradients[group] = None
+            zero.all_grad_tensors[group] = None
+    elif not zero.offload_optimizer:
+        zero.averaged_gradients = {}
+
+
+def tell_scaler(scaler: torch.amp.GradScaler, device: torch.device, *, overflowed: bool) -> None:
+    """Let torch's loss scaler learn how a step went that it did not take itself."""
+    witness = torch.zeros((), device=device, requires_grad=True)
+    witness.grad = torch.full((), float("inf") if overflowed else 0.0, device=device)
+    stand_in = torch.optim.SGD([witness], lr=0.0)
+    scaler.scale(torch.zeros((), device=device))  # scalers start lazily
+    scaler.step(stand_in)
+    scaler.update()
+
+
+# ---- optimizer state and master values -----------------------------------------------------------------------------
+
+
+def put_parameter(parameter: nn.Parameter, value: Tensor) -> None:
+    """Set a trained parameter and its master value. ``value`` is whole, and the same on every rank."""
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    with whole(parameter, modifier_rank=0), torch.no_grad():
+        parameter.data.copy_(value)
+    if hasattr(parameter, "ds_id"):
+        safe_set_local_fp32_param(parameter, _part(parameter, value))
+    else:
+        safe_set_full_fp32_param(parameter, value.to(parameter.device, torch.float32))
+
+
+def _part(parameter: Any, value: Tensor) -> Tensor:
+    """What this rank keeps of a whole tensor under ZeRO-3, padded with zeros."""
+    first, count = _mine(parameter)
+    part = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)
+    part[:count] = value.flatten()[first : first + count].to("cpu", torch.float32)
+    return part
+
+
+def full_state(
+    engine: Any, trained: Mapping[str, nn.Parameter], shapes: Mapping[str, list[int]], *, writes: bool
+) -> OptimizerState:
+    """AdamW's state of every parameter, as one process would save it; on the host of the rank that ``writes``."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    meta: dict[str, Any] = {"optimizer": "AdamW", "parameters": dict(shapes), "numbers": {}, "on_host": []}
+    tensors: dict[str, Tensor] = {}
+    states = [state for state in engine.optimizer.optimizer.state.values() if state]
+    if not states:
+        return OptimizerState({}, meta)
+    step: Tensor = states[0]["step"]
+    _find_state_again(engine.optimizer)
+    for name, parameter in trained.items():
+        if writes:
+            tensors[f"{name}|step"] = step.detach().cpu().clone()
+        if step.device != parameter.device:
+            meta["on_host"].append(f"{name}|step")
+        for key in MOMENTS:
+            full = safe_get_full_optimizer_state(parameter, key)
+            if writes:
+                tensors[f"{name}|{key}"] = full.detach().cpu().reshape(shapes[name])
+    return OptimizerState(tensors, meta)
+
+
+def _find_state_again(zero: Any) -> None:
+    """Let stages 1 and 2 learn where state lies: they look once, when their first group has stepped and no other."""
+    if hasattr(zero, "_hp_optimizer_states_linked"):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
+
+
+def put_state(engine: Any, stage: int, trained: Mapping[str, nn.Parameter], saved: OptimizerState, where: str) -> None:
+    """Put AdamW's state back, each rank its part. All parameters must have taken the same number of steps."""
+    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+    zero = engine.optimizer
+    adam: Optimizer = zero.optimizer
+    adam.state.clear()
+    steps = {float(tensor) for label, tensor in saved.tensors.items() if label.endswith("|step")}
+    if not saved.tensors:
+        return
+    names = {label.rpartition("|")[0] for label in saved.tensors}
+    if len(steps) != 1 or names != set(trained):
+        raise CheckpointError(
+            f"{where} holds parameters of different ages ({len(names)} of {len(trained)}, steps {sorted(steps)[:3]}): "
+            "DeepSpeed steps all of them together. Go on with distributed.strategy: ddp or fsdp2."
+        )
+    flats = zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
+    on_device = any(group.get("fused") or group.get("capturable") for group in adam.param_groups)
+    for flat in flats:
+        step = torch.tensor(steps.copy().pop(), dtype=torch.float32, device=flat.device if on_device else "cpu")
+        adam.state[flat] = {"step": step, **{key: torch.zeros_like(flat) for key in MOMENTS}}
+    _find_state_again(zero)
+    for name, parameter in trained.items():
+        for key in MOMENTS:
+            value = saved.tensors[f"{name}|{key}"]
+            if stage == 3:
+                safe_set_local_optimizer_state(parameter, _part(parameter, value), key)
+            else:
+                safe_set_full_optimizer_state(parameter, value.to(parameter.device), key)
