@@ -4,99 +4,43 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import functools
 import importlib
 import io
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar
+from typing import Annotated, Literal
 
 import typer
 
+from frugal.cli_parts import (
+    OVERRIDES,
+    AllowOtherBase,
+    Base,
+    ConfigPath,
+    Overrides,
+    RunPath,
+    TrustRemoteCode,
+    group,
+    handled,
+    imported,
+    writing,
+)
+from frugal.cli_plan import plan
 from frugal.config import config_schema, dump_yaml, load_config
 from frugal.config.write import config_page
-from frugal.errors import EXIT_INTERRUPTED, ConfigError, FrugalError
+from frugal.errors import ConfigError
 from frugal.files import write_text
 from frugal.shipped import copy_config, shipped_config, shipped_configs, summary
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-# a word that is no option reaches load_config, whose message shows how an override is written
-_OVERRIDES: dict[str, Any] = {**_HELP, "ignore_unknown_options": True}
-
-
-def _group(about: str) -> typer.Typer:
-    """Help without boxes (readable in logs and in every locale), no shell completion, Python's own tracebacks."""
-    return typer.Typer(
-        help=about,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        no_args_is_help=True,
-        add_completion=False,
-        context_settings=_HELP,
-    )
-
-
-app = _group("Memory-frugal LoRA and QLoRA fine-tuning.")
-configs_app = _group("The ready configurations that come with frugal.")
+app = group("Memory-frugal LoRA and QLoRA fine-tuning.")
+configs_app = group("The ready configurations that come with frugal.")
 app.add_typer(configs_app, name="configs")
 
-ConfigPath = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="YAML file; `frugal configs list` shows ready ones.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY.SUB=VALUE", help="Override keys of the file.", show_default=False),
-]
-Base = Annotated[str | None, typer.Option(help="The base model, when it lies elsewhere than the run noted.")]
-AllowOtherBase = Annotated[bool, typer.Option("--allow-other-base", help="Use a base whose weights are not the run's.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the base.")]
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, or one of its checkpoints.")]
 
-
-def handled(command: Callable[P, R]) -> Callable[P, R]:
-    """A command whose user errors are one message on stderr and an exit code, without a traceback."""
-
-    @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return command(*args, **kwargs)
-        except FrugalError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(error.exit_code) from None
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-        except BrokenPipeError:  # `frugal preview ... | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(0) from None
-
-    return run
-
-
-@contextlib.contextmanager
-def writing(path: Path, option: str) -> Iterator[None]:
-    """A file that an option names: a place that takes none is said before the work, a failed write after it."""
-    try:
-        if not path.absolute().parent.is_dir() or path.is_dir():
-            raise ConfigError(f"{option} {path}: no folder to write to, or a folder itself. Name a file.")
-        yield
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written ({error.strerror})") from None
-
-
-def imported(module: str, name: str) -> Any:
-    """A name of a module that is heavy to import."""
-    return getattr(importlib.import_module(module), name)
-
-
-@app.command(context_settings=_OVERRIDES)
+@app.command(context_settings=OVERRIDES)
 @handled
 def train(
     config: ConfigPath,
@@ -121,36 +65,13 @@ def train(
         return
     where: str | Path | None = resume if resume in (None, "auto") else Path(resume)
     imported("frugal.run", "train")(loaded, resume=where)
+    imported("frugal.train.ranks", "leave")()
 
 
-@app.command(context_settings=_OVERRIDES)
-@handled
-def plan(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="CONFIG|MODEL", help="YAML file, a model's folder, a public model's name, a hub id."),
-    ],
-    overrides: Overrides = None,
-    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Plan for this GPU, for example 'RTX 3060'.")] = None,
-    vram: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Plan for a GPU of this size, for example 12GB.")
-    ] = None,
-    host_ram: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of that machine.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=8, help="Length of a row instead of data.max_length.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Longest row for GPUs of 8 to 80 GB.")] = False,
-    solve: Annotated[bool, typer.Option("--solve", help="The cheapest settings that fit.")] = False,
-) -> None:
-    """Say what a run will need in memory, and whether it fits, before anything is downloaded."""
-    planner = imported("frugal.plan", "make_planner")(
-        source, overrides or (), gpu=gpu, vram=vram, host_ram=host_ram, tokens=tokens
-    )
-    fits: bool = imported("frugal.plan.command", "run")(planner, as_json=as_json, sweep=sweep, solve=solve)
-    if not fits:
-        raise typer.Exit(1)
+app.command(context_settings=OVERRIDES)(handled(plan))
 
 
-@app.command(context_settings=_OVERRIDES)
+@app.command(context_settings=OVERRIDES)
 @handled
 def preview(
     config: ConfigPath,

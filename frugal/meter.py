@@ -15,7 +15,7 @@ import bisect
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 from frugal.meter_report import (
@@ -163,13 +163,20 @@ class LiveBytesMeter:
     def register(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
         """Count existing tensors as live from the start. A storage already known takes the new category."""
         for tensor in tensors:
-            if tensor.is_meta and self.device.type != "meta":
-                continue
-            record = self._live.get(_key(tensor))
-            if record is None:
-                self._add(tensor, category, ("", "", "existing"), existing=True)
-            else:
-                record.category = category
+            for stored in self._stored(tensor):
+                record = self._live.get(_key(stored))
+                if record is None:
+                    self._add(stored, category, ("", "", "existing"), existing=True)
+                else:
+                    record.category = category
+
+    def _stored(self, tensor: Any) -> Iterator[torch.Tensor]:
+        """The tensors that hold a tensor's values: itself, what a wrapper (DTensor) holds here, or nothing."""
+        if is_traceable_wrapper_subclass(tensor):  # its own storage has the whole's size and no memory
+            parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            yield from (stored for x in parts if isinstance(x, torch.Tensor) for stored in self._stored(x))
+        elif not tensor.is_meta or self.device.type == "meta":  # else names and shapes alone
+            yield tensor
 
     def register_model(self, model: nn.Module) -> None:
         """Register parameters, buffers, gradients and quantisation state of a model."""
@@ -246,9 +253,8 @@ class LiveBytesMeter:
                 if left.category == TEMPORARIES:
                     left.category = SAVED
         self._in_backward = in_backward
-        for tensor in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
-            if not isinstance(tensor, torch.Tensor) or (tensor.is_meta and self.device.type != "meta"):
-                continue  # names and shapes alone, unless they are what is measured
+        found = (out,) if isinstance(out, torch.Tensor) else tree_iter(out)
+        for tensor in (stored for x in found if isinstance(x, torch.Tensor) for stored in self._stored(x)):
             record = self._live.get(_key(tensor))
             if record is not None:
                 self._resized(tensor, record)

@@ -16,10 +16,10 @@ from frugal.errors import FrugalError
 from frugal.hardware import Device, DtypeChoice
 from frugal.memory.checkpoint import CheckpointHandle
 from frugal.memory.pressure import is_out_of_memory
+from frugal.plan.built import Policy, Shape
 from frugal.plan.inputs import Planned
-from frugal.plan.plan import Plan, Planner, Policy
+from frugal.plan.plan import Plan, Planner
 from frugal.plan.show import gb
-from frugal.plan.simulate import Shape
 from frugal.train import ranks
 from frugal.train.job import Job
 from frugal.train.ladder import Ladder

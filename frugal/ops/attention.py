@@ -18,11 +18,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from frugal.ops.blockwise import blockwise_backward, blockwise_forward
 from frugal.ops.cpu_flash import cpu_flash_backward, cpu_flash_forward
+from frugal.ops.fake import is_fake
 from frugal.ops.flash_varlen import flash_varlen
 from frugal.ops.sdpa import sdpa
 from frugal.ops.table import choose
@@ -37,7 +37,7 @@ def host_offsets(cu_seqlens: CuSeqlens) -> tuple[int, ...] | None:
     """Document offsets as Python ints. None for a fake tensor, whose values nobody knows: one document a row then."""
     if not isinstance(cu_seqlens, Tensor):
         return tuple(int(offset) for offset in cu_seqlens)
-    if isinstance(cu_seqlens, FakeTensor):
+    if is_fake(cu_seqlens):
         return None
     known = _HOST_OFFSETS.get(cu_seqlens)
     if known is not None and known[0] == cu_seqlens._version:

@@ -8,6 +8,8 @@ from pathlib import Path
 from frugal.config import Config, load_config
 from frugal.plan.inputs import planned_device
 from frugal.plan.plan import Plan, Planner
+from frugal.plan.sharing import StrategyName
+from frugal.plan.strategy import settled
 
 Source = Config | Mapping[str, object] | str | Path
 
@@ -38,12 +40,24 @@ def make_planner(
     vram: str | None = None,
     host_ram: str | None = None,
     tokens: int | None = None,
+    world_size: int = 1,
+    strategy: StrategyName | None = None,
+    shard_base: bool | None = None,
+    gpus_per_host: int | None = None,
 ) -> Planner:
-    """A planner for ``source``: a configuration (object, mapping, YAML file), a model's folder, or a name."""
+    """A planner for ``source``: a configuration (object, mapping, YAML file), a model's folder, or a name.
+
+    ``world_size`` ranks share the run by ``strategy`` (None: as `distributed.strategy` says, or as fits), of which
+    ``gpus_per_host`` live on one machine.
+    """
     config = as_config(source, overrides)
     if tokens is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"max_length": tokens})})
-    return Planner.of(config, planned_device(config.model.dtype, gpu=gpu, vram=vram, host_ram=host_ram))
+    device = planned_device(config.model.dtype, gpu=gpu, vram=vram, host_ram=host_ram)
+    planner = Planner.of(
+        config, device, world_size=world_size, strategy=strategy, shard_base=shard_base, gpus_per_host=gpus_per_host
+    )
+    return settled(planner)[0]
 
 
 def plan(
@@ -54,7 +68,10 @@ def plan(
     vram: str | None = None,
     host_ram: str | None = None,
     tokens: int | None = None,
-    confirm: bool = True,
+    world_size: int = 1,
+    strategy: StrategyName | None = None,
+    shard_base: bool | None = None,
+    gpus_per_host: int | None = None,
 ) -> Plan:
     """Forecast memory of a run, of which no weight is downloaded and no tensor allocated.
 
@@ -63,7 +80,12 @@ def plan(
         gpu: a GPU's name; vram: its memory ("12GB"), alone or instead of the table's; neither: the device found here.
         host_ram: memory of the machine, for plans made elsewhere.
         tokens: length of a row instead of data.max_length.
-        confirm: run the longest sequence that fits once more directly.
+        world_size: ranks that share the run; the plan is that of one of them.
+        strategy: ddp, fsdp2, zero1, zero2 or zero3; None: copies where the base fits each GPU, else fsdp2 with all cut.
+        shard_base: whether fsdp2 cuts the frozen base too; None: where it does not fit whole.
+        gpus_per_host: ranks on one machine; None: all, up to eight.
     """
-    planner = make_planner(source, overrides, gpu=gpu, vram=vram, host_ram=host_ram, tokens=tokens)
-    return planner.plan(confirm=confirm)
+    planner = make_planner(source, overrides, gpu=gpu, vram=vram, host_ram=host_ram, tokens=tokens,
+                           world_size=world_size, strategy=strategy, shard_base=shard_base,
+                           gpus_per_host=gpus_per_host)  # fmt: skip
+    return planner.plan()

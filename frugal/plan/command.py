@@ -25,7 +25,7 @@ def run(planner: Planner, *, as_json: bool, sweep: bool, solve: bool) -> bool:
         measures = solved(planner)
         _print([measure.to_json() for measure in measures], measure_lines(measures), as_json)
         return measures[-1].fits
-    found: Plan = planner.plan(confirm=True)
+    found: Plan = planner.plan()
     _print(found.to_json(), lines(found), as_json)
     return found.fits
 

@@ -29,6 +29,8 @@ class Sizes:
     kept_checkpoints: int
     base_parameters: int
     dataset_bytes: int = 0
+    embedding_bytes: int = 0
+    """Of an embedding table that waits on the host."""
     rotation_only: bool = False
 
 
@@ -51,18 +53,20 @@ def host_bytes(sizes: Sizes, parts: list[Part]) -> dict[str, int]:
         "process": PROCESS_BYTES[sizes.kind] if on_gpu else 0,
         "largest tensor while loading": largest if on_gpu else 0,
         "offloaded layer inputs": offloaded_bytes(sizes) if on_gpu and sizes.policy == "offload" else 0,
+        "embedding table": sizes.embedding_bytes,
         "data": sizes.dataset_bytes,
         "checkpoint being written": sizes.trained_bytes if on_gpu else 0,
     }
 
 
-def host_phases(by_purpose: dict[str, int], merge_bytes: int) -> dict[str, int]:
-    """Peak of host memory in each phase."""
-    rest = by_purpose["process"] + by_purpose["data"]
+def host_phases(by_purpose: dict[str, int], merge_bytes: int, ranks: int = 1) -> dict[str, int]:
+    """Peak of host memory in each phase, of ``ranks`` processes on one machine; the first one alone writes."""
+    rest = by_purpose["process"] + by_purpose["data"] + by_purpose["embedding table"]
+    step = ranks * (rest + by_purpose["offloaded layer inputs"])
     return {
-        "load": rest + by_purpose["largest tensor while loading"],
-        "step": rest + by_purpose["offloaded layer inputs"],
-        "save": rest + by_purpose["offloaded layer inputs"] + by_purpose["checkpoint being written"],
+        "load": ranks * (rest + by_purpose["largest tensor while loading"]),
+        "step": step,
+        "save": step + by_purpose["checkpoint being written"],
         "merge": by_purpose["process"] + merge_bytes,
     }
 

@@ -1,133 +1,37 @@
-"""The plan of a run: peaks of every phase on device and host, what fits, and what would make it fit."""
+"""The planner: forecasts of every phase on device and host for one configuration, and how long a row may be."""
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from frugal.config import Config
 from frugal.ops.gated_mlp import TILE_BYTES
+from frugal.ops.head_groups import WORKSPACE_BYTES
 from frugal.ops.linear_cross_entropy import CHUNK_BYTES
 from frugal.plan.allowance import device_allowance, tensor_budget
+from frugal.plan.built import PHASES, Phase, Policy, Shape
 from frugal.plan.host import Sizes, disk_bytes, host_bytes, host_phases, merge_bytes
 from frugal.plan.inputs import Planned, architecture, dtype_name
-from frugal.plan.simulate import PHASES, Peak, Phase, Shape, Simulation, TokenLine
+from frugal.plan.loading import load_peak
+from frugal.plan.network import UTILISATION, Network, gpu_flops, sent_bytes, step_flops
+from frugal.plan.outcome import Longest, Plan
+from frugal.plan.sharing import Sharing, StrategyName, Units, units_of
+from frugal.plan.simulate import Simulation
+from frugal.plan.sites import Peak, TokenLine
 from frugal.plan.skeleton import Part, layer_count
 from frugal.save.space import STATE_BYTES, kept_at_once
 
-Policy = Literal["none", "recompute", "offload", "disk"]
+__all__ = ["POLICIES", "Plan", "Planner", "Policy"]
+
 POLICIES: tuple[Policy, ...] = ("none", "recompute", "offload", "disk")
 """From the fastest to the leanest."""
 SHORTEST_LINE = 4096
-
-
-@dataclass
-class Plan:
-    """One forecast. Bytes everywhere; `to_json` is its machine-readable form."""
-
-    base: str
-    device: Planned
-    policy: Policy
-    asked_policy: str
-    shape: Shape
-    phases: dict[str, Peak]
-    """load, first_step, steady_step, evaluation, save, merge: on the device."""
-    bytes_per_token: float
-    fixed_bytes: float
-    max_tokens: int
-    """Tokens of a micro-batch that fit, by the step's line; confirmed by a direct run where `confirmed`."""
-    budget_bytes: int
-    """What tensors may take on the device."""
-    allowance: dict[str, int]
-    host: dict[str, int]
-    host_phases: dict[str, int]
-    disk: dict[str, int]
-    parameters: int
-    trained: int
-    compute: str
-    tried: dict[str, int] = field(default_factory=dict)
-    """Policy -> peak of a step, of those looked at."""
-    confirmed: bool = False
-
-    @property
-    def peak(self) -> Peak:
-        """The highest phase."""
-        return max(self.phases.values(), key=lambda peak: peak.bytes)
-
-    @property
-    def peak_phase(self) -> str:
-        """Its name."""
-        return max(self.phases, key=lambda name: self.phases[name].bytes)
-
-    @property
-    def need_bytes(self) -> int:
-        """Peak and allowance."""
-        return self.peak.bytes + sum(self.allowance.values())
-
-    @property
-    def fits_device(self) -> bool:
-        """Every phase is within the budget."""
-        return self.peak.bytes <= self.budget_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """The highest phase on the host."""
-        return max(self.host_phases.values())
-
-    @property
-    def fits_host(self) -> bool:
-        """True also where the host's memory is not known."""
-        return self.device.host_bytes == 0 or self.host_bytes <= self.device.host_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Device and host."""
-        return self.fits_device and self.fits_host
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        peak = self.peak
-        return {
-            "base": self.base,
-            "parameters": self.parameters,
-            "trained_parameters": self.trained,
-            "checkpoint": self.policy,
-            "fits": self.fits,
-            "device": {
-                "name": self.device.name,
-                "kind": self.device.kind,
-                "compute_dtype": self.compute,
-                "total_bytes": self.device.total_bytes,
-                "budget_bytes": self.budget_bytes,
-                "allowance": self.allowance,
-                "peak_bytes": peak.bytes,
-                "peak_phase": self.peak_phase,
-                "need_bytes": self.need_bytes,
-                "headroom_bytes": self.device.total_bytes - self.need_bytes,
-                "fits": self.fits_device,
-                "rows": self.shape.rows,
-                "length": self.shape.length,
-                "phases": {
-                    name: {"bytes": p.bytes, "by_category": p.by_category, "module": p.module, "op": p.op}
-                    for name, p in self.phases.items()
-                },
-                "bytes_per_token": round(self.bytes_per_token),
-                "fixed_bytes": round(self.fixed_bytes),
-                "max_tokens": self.max_tokens,
-                "max_tokens_confirmed": self.confirmed,
-                "max_length": self.max_tokens // self.shape.rows,
-                "breakdown": peak.by_category,
-                "tried": self.tried,
-            },
-            "host": {
-                "total_bytes": self.device.host_bytes,
-                "peak_bytes": self.host_bytes,
-                "fits": self.fits_host,
-                "breakdown": self.host,
-                "phases": self.host_phases,
-            },
-            "disk": {**self.disk, "total_bytes": sum(self.disk.values())},
-        }
+MOST_RUNS = 8
+CLOSE = 0.002
+"""How near to the budget the longest row is looked for."""
 
 
 @dataclass
@@ -144,7 +48,19 @@ class Planner:
     """The largest micro-batch, where the data is known; else per_device_train_batch_size rows of data.max_length."""
     eval_shape: Shape | None = None
     has_eval: bool | None = None
-    _simulations: dict[Policy, Simulation] = field(default_factory=dict, init=False)
+    world_size: int = 1
+    """Ranks of the run; what is planned is one of them."""
+    strategy: StrategyName | None = None
+    """How they share it; None: as `frugal.plan.strategy` chooses."""
+    shard_base: bool | None = None
+    """Whether FSDP2 and ZeRO-3 cut the frozen base too; None: where it does not fit each GPU whole."""
+    gpus_per_host: int | None = None
+    """Ranks on one machine; None: all, up to eight."""
+    simulations: dict[Policy, Simulation] = field(default_factory=dict, repr=False)
+    """Of one process each; shared by planners that differ in how the run is shared."""
+    strategy_reason: str = ""
+    """Why strategy and shard_base are what they are."""
+    _units: Units | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, config: Config, device: Planned, **known: Any) -> Planner:
@@ -166,11 +82,38 @@ class Planner:
         free = tensor_budget(self.device.kind, self.device.capability, self.device.total_bytes)
         return free if asked is None else min(asked, free) if self.device.total_bytes else asked
 
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks whose host memory adds up."""
+        return min(self.world_size, self.gpus_per_host or 8)
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """How several ranks share the run; None for one, and while the strategy is still to be chosen."""
+        if self.world_size == 1 or self.strategy is None:
+            return None
+        if self._units is None:
+            one = self._single(self.policies[-1])
+            self._units = units_of(one.built(one.counts[0]), one.layers)
+        base = self.strategy == "zero3" if self.shard_base is None else self.shard_base
+        return Sharing(
+            self.strategy,
+            self.world_size,
+            base and self.strategy in ("fsdp2", "zero3"),
+            self._units,
+            self.config.train.gradient_accumulation_steps,
+        )
+
     def simulation(self, policy: Policy) -> Simulation:
-        """The configuration under a policy."""
-        if policy not in self._simulations:
+        """The configuration under a policy, on one rank."""
+        found = copy.copy(self._single(policy))  # what was run is shared
+        found.sharing = self.sharing
+        return found
+
+    def _single(self, policy: Policy) -> Simulation:
+        if policy not in self.simulations:
             config = self.config
-            self._simulations[policy] = Simulation(
+            self.simulations[policy] = Simulation(
                 self.architecture,
                 config.model,
                 config.lora,
@@ -182,12 +125,18 @@ class Planner:
                 packed=config.data.packing,
                 policy=policy,
                 scratch_dir=config.memory.scratch_dir,
+                world_size=self.world_size,
             )
-        return self._simulations[policy]
+        return self.simulations[policy]
 
     def step_peak(self, policy: Policy, shape: Shape | None = None) -> Peak:
         """Peak of a step once optimizer state exists."""
         return self.simulation(policy).peak("steady_step", shape or self.shape)
+
+    def load_peak(self, policy: Policy) -> Peak:
+        """Peak while the base is loaded."""
+        sim = self.simulation(policy)
+        return load_peak(sim.parts(), sim.base_at_rest(), sim.sharing)
 
     def line(self, policy: Policy) -> TokenLine:
         """A step's peak as a function of the tokens."""
@@ -196,12 +145,59 @@ class Planner:
 
     @property
     def line_length(self) -> int:
-        """Tokens of a micro-batch from which on all chunks of the loss and tiles of the MLP have their full size."""
+        """Tokens of a micro-batch from which on chunks of the loss, tiles of the MLP and attention's workspace have
+        their full size."""
         text = self.architecture.get_text_config()
+        itemsize = self.device.dtype.compute.itemsize
         widest = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-        tile = TILE_BYTES // (4 * widest * self.device.dtype.compute.itemsize)
+        tile = TILE_BYTES // (4 * widest * itemsize)
         chunk = CHUNK_BYTES // (4 * text.vocab_size)
-        return max(SHORTEST_LINE, 1 << int(max(2 * tile, 2 * chunk)).bit_length())
+        heads = int(text.num_attention_heads)
+        size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        groups = heads // (getattr(text, "num_key_value_heads", None) or heads)
+        workspace = WORKSPACE_BYTES // (groups * size * (4 + 4 * itemsize))
+        return max(SHORTEST_LINE, 1 << int(max(2 * tile, 2 * chunk, workspace)).bit_length())
+
+    def longest_row(self, policy: Policy, budget_bytes: int | None = None) -> Longest:
+        """The longest row under ``policy``: by the line over the tokens, then by direct runs at the answer.
+
+        A line is exact once every workspace has its full size; where it is not, direct runs lead to the answer.
+        """
+        budget = self.budget_bytes if budget_bytes is None else budget_bytes
+        line = self.line(policy)
+        slope, fixed = line.slope_and_fixed(max(line.most_tokens(budget), 2 * self.line_length))
+        guess, most, confirmed = line.most_tokens(budget), 0, False
+        for _ in range(MOST_RUNS):
+            if guess <= most:
+                break
+            gap = budget - self.step_peak(policy, Shape(1, guess)).bytes
+            if gap >= 0:
+                most, confirmed = guess, gap <= CLOSE * budget
+                if confirmed:
+                    break
+            guess += round(gap / slope) if gap >= 0 else min(-1, math.floor(gap / slope))
+        held_by = "device"
+        if self.device.host_bytes and self.host_need(policy, most) > self.device.host_bytes:
+            held_by, most = "host", self._most_on_host(policy, most)
+        return Longest(policy, most, slope, fixed, self.host_need(policy, most), confirmed, held_by)
+
+    def _most_on_host(self, policy: Policy, most: int) -> int:
+        """The largest number of tokens below ``most`` whose host memory fits."""
+        low = 0
+        while most - low > 1:
+            middle = (low + most) // 2
+            fits = self.host_need(policy, middle) <= self.device.host_bytes
+            low, most = (middle, most) if fits else (low, middle)
+        return low
+
+    @property
+    def policies(self) -> list[Policy]:
+        """What `memory.checkpoint` allows, from the fastest to the leanest."""
+        asked = self.config.memory.checkpoint
+        if asked != "auto":
+            return [asked]
+        # Host memory is the device of a CPU run: keeping inputs there saves nothing.
+        return [p for p in POLICIES if p != "offload" or self.device.kind != "cpu"]
 
     def host_need(self, policy: Policy, tokens: int) -> int:
         """Highest phase of host memory."""
@@ -210,12 +206,10 @@ class Planner:
 
     def choose_policy(self) -> tuple[Policy, dict[str, int]]:
         """The configured policy; for ``auto`` the fastest that fits, else the leanest; and the peaks looked at."""
-        asked = self.config.memory.checkpoint
-        if asked != "auto":
-            return asked, {}
+        candidates = self.policies
+        if len(candidates) == 1:
+            return candidates[0], {}
         tried: dict[str, int] = {}
-        # Host memory is the device of a CPU run: keeping inputs there saves nothing.
-        candidates = [p for p in POLICIES if p != "offload" or self.device.kind != "cpu"]
         for policy in candidates:
             tried[policy] = self.step_peak(policy).bytes
             on_host = self.device.host_bytes == 0 or self.host_need(policy, self.shape.tokens) <= self.device.host_bytes
@@ -223,8 +217,8 @@ class Planner:
                 return policy, tried
         return candidates[-1], tried
 
-    def plan(self, *, confirm: bool = False, with_line: bool = True, simulated: tuple[Phase, ...] = PHASES) -> Plan:
-        """The forecast. ``confirm``: run the longest sequence that fits directly; ``with_line``: bytes per token."""
+    def plan(self, *, with_line: bool = True, simulated: tuple[Phase, ...] = PHASES) -> Plan:
+        """The forecast. ``with_line``: also the longest row under every policy that the configuration allows."""
         policy, tried = self.choose_policy()
         sim, shape = self.simulation(policy), self.shape
         phases: dict[str, Peak] = {name: sim.peak(name, shape) for name in simulated if name != "evaluation"}
@@ -232,11 +226,8 @@ class Planner:
         if self.has_eval is not False and "evaluation" in simulated:
             phases["evaluation"] = sim.peak("evaluation", self.eval_shape or Shape(rows, self.config.data.max_length))
         rest = sim.at_rest("steady_step", shape)
-        base_rest = sim.base_at_rest()
-        parts, parameters, trained = self._account(sim)
-        # the largest tensor is there in the checkpoint's dtype while it is quantised, at worst as the last one
-        extra = max(part.read_bytes + part.scratch_bytes - part.kept_bytes for part in parts)
-        load = Peak(base_rest + max(0, extra), {"at rest": base_rest, "temporaries": max(0, extra)}, "", "loading")
+        _, parameters, trained = self._account(sim)
+        load = self.load_peak(policy)
         save = Peak(rest, {"at rest": rest}, "", "at rest")
         ordered = {
             "load": load,
@@ -244,13 +235,7 @@ class Planner:
             "save": save,
             "merge": Peak(0, {}, "", "on the host"),
         }
-        slope, fixed, most, confirmed = 0.0, 0.0, 0, False
-        if with_line:
-            line = self.line(policy)
-            most = line.most_tokens(self.budget_bytes)
-            slope, fixed = line.slope_and_fixed(max(most, 2 * self.line_length))
-            if confirm and most > 2 * self.line_length:
-                confirmed = self.step_peak(policy, Shape(1, most)).bytes <= self.budget_bytes
+        longest = {p: self.longest_row(p) for p in self.policies} if with_line else {}
         peak = max(p.bytes for p in ordered.values())
         by_purpose, on_host, disk = self._host(policy, shape.tokens)
         return Plan(
@@ -260,9 +245,7 @@ class Planner:
             asked_policy=self.config.memory.checkpoint,
             shape=shape,
             phases=ordered,
-            bytes_per_token=slope,
-            fixed_bytes=fixed,
-            max_tokens=most,
+            longest=longest,
             budget_bytes=self.budget_bytes,
             allowance=device_allowance(self.device.kind, self.device.capability, peak),
             host=by_purpose,
@@ -272,8 +255,32 @@ class Planner:
             trained=trained,
             compute=dtype_name(self.device.dtype.compute),
             tried=tried,
-            confirmed=confirmed,
+            sharing=sim.sharing,
+            strategy_reason=self.strategy_reason,
+            network=self._network(policy, parameters, trained),
+            ranks_per_host=self.ranks_per_host,
         )
+
+    def _network(self, policy: Policy, parameters: int, trained: int) -> Network | None:
+        sharing = self.sharing
+        if sharing is None:
+            return None
+        text = self.architecture.get_text_config()
+        heads = int(text.num_attention_heads)
+        flops = step_flops(
+            parameters=parameters,
+            embedding=text.vocab_size * text.hidden_size,
+            trained=trained,
+            layers=layer_count(self.architecture),
+            width=heads * (getattr(text, "head_dim", None) or text.hidden_size // heads),
+            rows=self.shape.rows,
+            length=self.shape.length,
+            recompute=policy != "none",
+        )
+        rate = UTILISATION * gpu_flops(self.device.name)
+        seconds = flops * sharing.accumulation / rate
+        hosts = -(-self.world_size // self.ranks_per_host)
+        return Network(sent_bytes(sharing), seconds, rate, self.ranks_per_host, hosts)
 
     def _account(self, sim: Simulation) -> tuple[list[Part], int, int]:
         """(parts, parameters of the base, trained values) of the whole model."""
@@ -297,11 +304,16 @@ class Planner:
             kept_checkpoints=kept_at_once(output.save_total_limit, output.keep_best, max(saves, 1)),
             base_parameters=parameters,
             dataset_bytes=self.dataset_bytes,
+            embedding_bytes=sim.built(sim.counts[-1]).fake.host_embedding_bytes,
         )
         by_purpose = host_bytes(sizes, parts)
-        return by_purpose, host_phases(by_purpose, merge_bytes(parts)), disk_bytes(sizes)
+        return by_purpose, host_phases(by_purpose, merge_bytes(parts), self.ranks_per_host), disk_bytes(sizes)
 
     def with_memory(self, **changes: Any) -> Planner:
         """The same run with other values in its memory section."""
         memory = self.config.memory.model_copy(update=changes)
-        return replace(self, config=self.config.model_copy(update={"memory": memory}))
+        return self.with_config(self.config.model_copy(update={"memory": memory}))
+
+    def with_config(self, config: Config) -> Planner:
+        """Another configuration; nothing that was simulated holds for it."""
+        return replace(self, config=config, simulations={})

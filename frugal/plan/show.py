@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from frugal.plan.plan import Plan
+from frugal.plan.network import LINKS
+from frugal.plan.outcome import Plan
 from frugal.plan.sweep import Measure, SweepRow
 
 _NAMES = {
@@ -51,21 +52,47 @@ def lines(plan: Plan) -> list[str]:
     shown.append(f"at the highest: {parts}")
     where = peak.module.removeprefix("model.base_model.model.")
     shown.append(f"  while in {where or 'no module'} ({peak.op})")
-    if plan.max_tokens:
-        longest = plan.max_tokens // plan.shape.rows
-        how = "run directly" if plan.confirmed else "by the line"
-        each = f" = {plan.shape.rows} rows of {longest:,}" if plan.shape.rows > 1 else ""
-        shown.append(f"longest: {plan.max_tokens:,} tokens in a micro-batch{each} ({how})")
-        shown.append(f"  {plan.bytes_per_token / 1000:.1f} kB a token, {gb(plan.fixed_bytes)} fixed")
+    best = plan.best
+    if best is not None and best.tokens:
+        each = f" = {plan.shape.rows} rows of {best.tokens // plan.shape.rows:,}" if plan.shape.rows > 1 else ""
+        shown.append(f"longest: {best.tokens:,} tokens in a micro-batch{each}, checkpoint: {best.policy}")
+        shown.append(f"  {best.bytes_per_token / 1000:.1f} kB a token, {gb(best.fixed_bytes)} fixed")
+        others = [f"{row.policy} {row.tokens:,}" for row in plan.longest.values() if row is not best]
+        if others:
+            shown.append(f"  with the others: {', '.join(others)}")
+        if best.held_by == "host":
+            shown.append(f"  where the host's {gb(plan.device.host_bytes)} end")
     if plan.tried:
         tried = ", ".join(f"{policy} {gb(count)}" for policy, count in plan.tried.items())
         shown.append(f"a step with checkpoint: {tried}")
+    shown += _shared_lines(plan)
     host = ", ".join(f"{name} {gb(count)}" for name, count in plan.host.items() if count)
+    if plan.ranks_per_host > 1:
+        host = f"{plan.ranks_per_host} ranks, each: {host}"
     shown.append(
         f"host: {gb(plan.host_bytes)} ({host})" if host else "host: no more than the device's line (a CPU run)"
     )
     disk = ", ".join(f"{name} {gb(count)}" for name, count in plan.disk.items() if count)
     shown.append(f"disk: {disk}")
+    return shown
+
+
+def _shared_lines(plan: Plan) -> list[str]:
+    """How several ranks share the run, and what that sends."""
+    sharing, network = plan.sharing, plan.network
+    if sharing is None or network is None:
+        return []
+    cut = ", base cut" if sharing.shard_base else ", base whole on each"
+    shown = [f"each of {sharing.world_size} ranks, {sharing.strategy}{cut} ({plan.strategy_reason})"]
+    shown.append(f"  holds {', '.join(f'{name} {gb(count)}' for name, count in sharing.held().items() if count)}")
+    gathered = {name: count for name, count in sharing.gathered().items() if count}
+    if gathered:
+        shown.append(f"  whole for a while: {', '.join(f'{name} {gb(count)}' for name, count in gathered.items())}")
+    sent = ", ".join(f"{kind} {gb(count)}" for kind, count in network.sent.items())
+    shown.append(f"  sends {gb(network.sent_bytes)} a step: {sent}")
+    shown.append(f"  beside {network.step_seconds:.2g} s of computing (estimated), if nothing overlaps:")
+    for link in LINKS:
+        shown.append(f"    {link:<26}{network.seconds(link):>9.2g} s{network.share(link):>7.0%} of a step")
     return shown
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from frugal.plan.allowance import tensor_budget
+from frugal.plan.built import Shape
 from frugal.plan.plan import POLICIES, Planner, Policy
-from frugal.plan.simulate import Shape
 
 SWEEP_GB = (8, 12, 16, 24, 32, 40, 48, 80)
 
@@ -29,12 +29,11 @@ class SweepRow:
 
 def sweep(planner: Planner, policy: Policy, sizes_gb: tuple[int, ...] = SWEEP_GB) -> list[SweepRow]:
     """Longest row under ``policy`` on devices of ``sizes_gb``."""
-    line = planner.line(policy)
     rows = []
     for size in sizes_gb:
         total = size << 30
-        most = line.most_tokens(tensor_budget(planner.device.kind, planner.device.capability, total))
-        rows.append(SweepRow(total, most, planner.host_need(policy, most) if most else 0))
+        found = planner.longest_row(policy, tensor_budget(planner.device.kind, planner.device.capability, total))
+        rows.append(SweepRow(total, found.tokens, found.host_bytes if found.tokens else 0))
     return rows
 
 
@@ -80,7 +79,7 @@ def solve(planner: Planner, tokens: int | None = None) -> list[Measure]:
         steps.append((planner, 1, settings, ", smaller products"))
     if planner.config.model.quantize == "none":
         model = planner.config.model.model_copy(update={"quantize": "nf4"})
-        quantised = replace(planner, config=planner.config.model_copy(update={"model": model}))
+        quantised = planner.with_config(planner.config.model_copy(update={"model": model}))
         steps.append((quantised, 1, {**steps[-1][2], "model.quantize": "nf4"}, ", weights in 4 bits (another result)"))
     for one, rows, settings, extra in steps:
         for policy in POLICIES:

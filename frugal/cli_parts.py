@@ -1,0 +1,84 @@
+"""What all commands share: options, one message for what a user can cause, files that options name."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+
+from frugal.errors import EXIT_INTERRUPTED, ConfigError, FrugalError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+# a word that is no option reaches load_config, whose message shows how an override is written
+OVERRIDES: dict[str, Any] = {**HELP, "ignore_unknown_options": True}
+
+
+def group(about: str) -> typer.Typer:
+    """Help without boxes (readable in logs and in every locale), no shell completion, Python's own tracebacks."""
+    return typer.Typer(
+        help=about,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        no_args_is_help=True,
+        add_completion=False,
+        context_settings=HELP,
+    )
+
+
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file; `frugal configs list` shows ready ones.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY.SUB=VALUE", help="Override keys of the file.", show_default=False),
+]
+Base = Annotated[str | None, typer.Option(help="The base model, when it lies elsewhere than the run noted.")]
+AllowOtherBase = Annotated[bool, typer.Option("--allow-other-base", help="Use a base whose weights are not the run's.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the base.")]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, or one of its checkpoints.")]
+
+
+def handled(command: Callable[P, R]) -> Callable[P, R]:
+    """A command whose user errors are one message on stderr and an exit code, without a traceback."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except FrugalError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:  # `frugal preview ... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+
+    return run
+
+
+@contextlib.contextmanager
+def writing(path: Path, option: str) -> Iterator[None]:
+    """A file that an option names: a place that takes none is said before the work, a failed write after it."""
+    try:
+        if not path.absolute().parent.is_dir() or path.is_dir():
+            raise ConfigError(f"{option} {path}: no folder to write to, or a folder itself. Name a file.")
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written ({error.strerror})") from None
+
+
+def imported(module: str, name: str) -> Any:
+    """A name of a module that is heavy to import."""
+    return getattr(importlib.import_module(module), name)
