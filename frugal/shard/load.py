@@ -97,6 +97,7 @@ def load_layer_by_layer(
     swap = partial(swap_modules, applied.model, compute_dtype=dtype, mlp_tile_tokens=mlp_tile_tokens)
     names = {module: name for name, module in applied.model.named_modules()}
     layers = {names[layer]: waiting for waiting, layer in held.layers.items()}
+    del names  # modules that are replaced must go, and their parameters with them
     swaps = swap(leave=layers) if fused else None
     with held.only(held.waiting[0]):
         head = split_head(applied.model)

@@ -211,7 +211,9 @@ def test_models_that_cannot_be_held(tmp_path: Path) -> None:
 def test_layers_without_linear_layers(tmp_path: Path) -> None:
     """GPT-2's matrices are transposed (Conv1D) and stay dense; its attention masks are buffers of each layer."""
     torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(vocab_size=131, n_embd=64, n_layer=2, n_head=4, attn_pdrop=0.0)).save_pretrained(tmp_path)
+    GPT2LMHeadModel(GPT2Config(vocab_size=131, n_embd=64, n_layer=2, n_head=4, attn_pdrop=0.0)).save_pretrained(
+        tmp_path
+    )
     got = load_layer_by_layer(source(tmp_path), LORA, on_layer=lambda *_: None, seed=3)
     assert_same(got, whole(source(tmp_path), LORA))
 
