@@ -8,8 +8,7 @@ module stays and the report says why. Parameter names do not change, so checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -18,14 +17,17 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from frugal.models.fused import FrugalGatedMLP, FrugalLoraLinear, FrugalRMSNorm, known_activation
+from frugal.models.fused_attention import FrugalAttention
 from frugal.models.held import inside
+from frugal.models.host_embedding import input_device
 from frugal.models.linear_parts import linear_parts
+from frugal.models.proof import disproof
+from frugal.models.swap_attention import attention_candidate, attention_disproof
 from frugal.models.swap_report import SwapReport
 
 _DOWN = "down_proj"
 _LAYOUTS = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _EPS_NAMES = ("variance_epsilon", "eps")
-PROOF_TOKENS = 5
 Candidate = nn.Module | str  # a replacement to prove, or the reason why there is none
 
 
@@ -54,9 +56,10 @@ def swap_modules(
         _lora_candidate,
         lambda module: _mlp_candidate(module, mlp_tile_tokens),
         lambda module: _norm_candidate(module, prove),
+        attention_candidate,
         _expert_reason,
     )
-    # Layers first, so that an MLP is proven over the layers it will have.
+    # Layers first, so that an MLP or attention is proven over the layers it will have.
     for make in makers:
         for name, module in list(model.get_submodule(only or "").named_modules(prefix=only or "")):
             candidate = None if inside(name, leave) else make(module)
@@ -67,7 +70,10 @@ def swap_modules(
                 continue
             failure = _obstacle(name, module)
             if failure is None and prove:
-                failure = disproof(module, candidate, _width(candidate), dtype)
+                if isinstance(candidate, FrugalAttention):
+                    failure = attention_disproof(module, candidate, dtype)
+                else:
+                    failure = disproof(module, candidate, _width(candidate), dtype)
             if failure is None:
                 model.set_submodule(name, candidate)
                 report.add(name, module, candidate, "equal on random input" if prove else "by structure, not proven")
@@ -78,7 +84,7 @@ def swap_modules(
 
 def _compute_dtype(model: Any) -> torch.dtype:
     weight: Tensor = model.get_input_embeddings().weight
-    return torch.float32 if weight.device.type == "cpu" else weight.dtype
+    return torch.float32 if input_device(model).type == "cpu" else weight.dtype
 
 
 def _lora_candidate(module: nn.Module) -> Candidate | None:
@@ -159,71 +165,3 @@ def _width(candidate: nn.Module) -> int:
     if isinstance(parts, str):
         raise RuntimeError(parts)
     return int(parts.weight.shape[1])
-
-
-def disproof(old: nn.Module, new: nn.Module, width: int, dtype: torch.dtype) -> str | None:
-    """Why ``new`` must not replace ``old``; None when output and all gradients agree.
-
-    Tolerance, relative to the largest value of each tensor: 1e-5 in fp32, 2e-2 in 16 bits. Dropout is off meanwhile,
-    and adapters whose B is still zero get a random B for the time of the comparison (else A's gradient would be zero
-    and prove nothing).
-    """
-    device = next(old.parameters()).device
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, PROOF_TOKENS, width, generator=generator).to(device, dtype)
-    tolerance = 1e-5 if dtype in (torch.float32, torch.float64) else 2e-2
-    with _quiet((old, new)), _stirred(old, generator):
-        try:
-            want = _outcome(old, x)
-        except RuntimeError as failure:
-            return f"the stock module could not be run for comparison: {failure}"
-        got = _outcome(new, x)
-    for name, value in want.items():
-        other = got.get(name)
-        if other is None or other.shape != value.shape or other.dtype != value.dtype:
-            return f"{name}: other shape, dtype or no gradient at all"
-        error = float((other.double() - value.double()).abs().max()) if value.numel() else 0.0
-        largest = float(value.double().abs().max()) if value.numel() else 0.0
-        if not error <= tolerance * max(largest, 1e-6):
-            return f"{name} differs by {error:.2g} (largest value {largest:.2g})"
-    return None
-
-
-def _outcome(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Output, and gradients of the input and of every trained parameter, for a fixed random upstream gradient."""
-    x = x.clone().requires_grad_()
-    trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    with torch.enable_grad():
-        y: Tensor = module(x)
-        up = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device, y.dtype)
-        grads = torch.autograd.grad(y, [x, *trained.values()], up, allow_unused=True)
-    named = zip(("gradient of the input", *(f"gradient of {n}" for n in trained)), grads, strict=True)
-    return {"output": y.detach(), **{n: g for n, g in named if g is not None}}
-
-
-@contextmanager
-def _quiet(modules: tuple[nn.Module, ...]) -> Iterator[None]:
-    """Evaluation mode for a while, each module's own mode afterwards."""
-    modes = {m: m.training for module in modules for m in module.modules()}
-    try:
-        for m in modes:
-            m.training = False
-        yield
-    finally:
-        for m, training in modes.items():
-            m.training = training
-
-
-@contextmanager
-def _stirred(module: nn.Module, generator: torch.Generator) -> Iterator[None]:
-    """Random B where B is all zero, put back bit for bit."""
-    zero = [p for n, p in module.named_parameters() if ".lora_B." in f".{n}" and not bool(p.detach().any())]
-    try:
-        with torch.no_grad():
-            for p in zero:
-                p.copy_(0.1 * torch.randn(p.shape, generator=generator))
-        yield
-    finally:
-        with torch.no_grad():
-            for p in zero:
-                p.zero_()

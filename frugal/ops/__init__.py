@@ -9,7 +9,7 @@ from frugal.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_e
 from frugal.ops.lora_linear import lora_linear, lora_linear_reference
 from frugal.ops.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from frugal.ops.projection import Projection
-from frugal.ops.rope import rope, rope_reference
+from frugal.ops.rope import rope, rope_joint, rope_pair, rope_reference
 from frugal.ops.table import Choice, choose
 
 __all__ = [
@@ -29,5 +29,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_reference",
     "rope",
+    "rope_joint",
+    "rope_pair",
     "rope_reference",
 ]

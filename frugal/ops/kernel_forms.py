@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from frugal.ops.rope import rope
 from frugal.ops.table import choose
 from frugal.quant.codes import BLOCK, nested_code, nf4_code
 from frugal.quant.nf4 import NF4Tensors
@@ -59,39 +58,6 @@ class RmsNorm(torch.autograd.Function):
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
         dx, dw = kernels("rms_norm").rms_norm_backward(dy, x, weight, ctx.eps, ctx.offset, weight_grad=wanted)
         return dx, dw if dw is None else dw.to(weight.dtype), None, None
-
-
-class _RopePair(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        ctx.mark_dirty(q, k)
-        kernels("rope").rope_(q, k, cos, sin)
-        return q, k
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        # The incoming gradients may belong to somebody else: turn copies.
-        dq, dk = (grad.clone(memory_format=torch.contiguous_format) for grad in outputs)
-        kernels("rope").rope_(dq, dk, cos, sin, backward=True)
-        return dq, dk, None, None
-
-
-def rope_pair(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, implementation: str | None = None
-) -> tuple[Tensor, Tensor]:
-    """q [batch, heads, tokens, size] and k [batch, kv_heads, tokens, size] rotated in place, in one launch on a GPU.
-
-    ``cos`` and ``sin`` [1 or batch, tokens, rotary / 2] serve both halves (transformers' tables repeat them:
-    pass [..., : rotary // 2]). Allowed where autograd has not kept q and k: outputs of linear layers.
-    """
-    if takes_kernel("rope", q, implementation):
-        turned: tuple[Tensor, Tensor] = _RopePair.apply(q, k, cos, sin)
-        return turned
-    wide_cos, wide_sin = (torch.cat([t, t], dim=-1)[:, None] for t in (cos, sin))
-    return rope(q, wide_cos, wide_sin, in_place=True), rope(k, wide_cos, wide_sin, in_place=True)
 
 
 def nf4_rows(weight: NF4Tensors, start: int, stop: int, dtype: torch.dtype) -> Tensor:

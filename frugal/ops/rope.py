@@ -2,6 +2,9 @@
 
 The gradient is the gradient rotated back, so neither input nor output is needed in backward (Su et al. 2021). Layout:
 halves (transformers' ``rotate_half``: dimension i pairs with i + rotary / 2) or interleaved pairs (2i, 2i + 1).
+
+`rope` is for any tensor. `rope_pair` is for the queries and keys of a layer: in place, also where they are views, and
+in one launch on a GPU that has the kernel.
 """
 
 from __future__ import annotations
@@ -11,6 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from frugal.ops.kernel_forms import kernels, takes_kernel
+from frugal.ops.planned import sampled
+
+CPU_BLOCK_BYTES = 2**18  # of half the heads of a block of tokens: the five passes over it stay in the cache
 
 
 def _halves(t: Tensor, rotary: int, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -76,3 +84,108 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, in_p
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     y: Tensor = _Rope.apply(x, cos, sin, interleaved, in_place)
     return y
+
+
+def _turn_(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
+    """x [batch, heads, tokens, size] in place by cos and sin [1 or batch, tokens, half]; ``back``: the transpose."""
+    batch, heads, tokens, _ = x.shape
+    half = cos.shape[-1]
+    step = max(1, tokens)
+    if x.device.type == "cpu":
+        step = max(16, CPU_BLOCK_BYTES // max(1, batch * heads * half * x.element_size()))
+    cos, sin = cos[:, None], sin[:, None]
+    for lo in sampled(range(0, tokens, step), x):
+        a, b = x[:, :, lo : lo + step, :half], x[:, :, lo : lo + step, half : 2 * half]
+        c, s = cos[:, :, lo : lo + step], sin[:, :, lo : lo + step]
+        crossed = a * s
+        a.mul_(c).addcmul_(b, s, value=1 if back else -1)
+        b.mul_(c).add_(crossed, alpha=-1 if back else 1)
+
+
+def _turn_pair_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, back: bool, kernel: bool) -> None:
+    """q and k in place, in one launch where there is a kernel."""
+    if kernel:
+        kernels("rope").rope_(q, k, cos, sin, backward=back)
+        torch.autograd.graph.increment_version([t for t in (q, k) if t is not None])
+        return
+    _turn_(q, cos, sin, back)
+    if k is not None:
+        _turn_(k, cos, sin, back)
+
+
+class _RopePair(torch.autograd.Function):
+    """What is returned lies in the memory of the inputs, which autograd is not told: it would copy the whole tensor
+    that a view belongs to. The inputs' version counters do rise: a backward that kept them fails, it is not wrong.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernel: bool) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.kernel = kernel
+        q, k = q.detach(), k.detach()
+        _turn_pair_(q, k, cos, sin, False, kernel)
+        return q, k
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        # The incoming gradients may belong to somebody else: turn copies.
+        dq, dk = (_copy(grad) for grad in outputs)
+        _turn_pair_(dq, dk, cos, sin, True, ctx.kernel)
+        return dq, dk, None, None, None
+
+
+class _RopeJoint(torch.autograd.Function):
+    """As `_RopePair` for the first ``heads`` heads of one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int, kernel: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.heads, ctx.kernel = heads, kernel
+        x = x.detach()
+        _turn_pair_(x[:, :heads], None, cos, sin, False, kernel)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        dx = _copy(outputs[0])
+        cos, sin = ctx.saved_tensors
+        _turn_pair_(dx[:, : ctx.heads], None, cos, sin, True, ctx.kernel)
+        return dx, None, None, None, None
+
+
+def _copy(grad: Tensor) -> Tensor:
+    """A copy in the same layout, with heads in one piece (an expanded gradient has strides of 0)."""
+    copy = grad.clone()
+    return copy if copy.stride(-1) == 1 else copy.contiguous()
+
+
+def _check_overwritten(*tensors: Tensor) -> None:
+    if any(t.requires_grad and t.is_leaf for t in tensors):
+        raise ValueError("rope overwrites its input in place: a leaf that requires grad cannot be given")
+
+
+def rope_pair(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, implementation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """q [batch, heads, tokens, size] and k [batch, kv_heads, tokens, size] rotated in place (halves layout).
+
+    ``cos`` and ``sin`` [1 or batch, tokens, rotary / 2] serve both halves (transformers' tables repeat them:
+    pass [..., : rotary // 2]). Allowed where autograd has not kept q and k, as outputs of linear layers or norms, or
+    views of them; and where nobody reads them afterwards. Views of one tensor: `rope_joint`.
+    """
+    _check_overwritten(q, k)
+    turned: tuple[Tensor, Tensor] = _RopePair.apply(q, k, cos, sin, takes_kernel("rope", q, implementation))
+    return turned
+
+
+def rope_joint(x: Tensor, heads: int, cos: Tensor, sin: Tensor, *, implementation: str | None = None) -> Tensor:
+    """The first ``heads`` heads of x [batch, all heads, tokens, size] as in `rope_pair`: q and k of a joint layer.
+
+    The tensor is split afterwards: autograd would have to make views of a tensor that changed anew.
+    """
+    _check_overwritten(x)
+    turned: Tensor = _RopeJoint.apply(x, cos, sin, heads, takes_kernel("rope", x, implementation))
+    return turned

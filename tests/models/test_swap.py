@@ -48,7 +48,7 @@ def test_families(family, nf4):
     keys, adapter_keys = list(model.state_dict()), list(get_peft_model_state_dict(model))
     report = swap_modules(model)
     kinds = {row.became for row in report.swapped}
-    assert kinds == {"FrugalLoraLinear", "FrugalGatedMLP", "FrugalRMSNorm"}
+    assert kinds == {"FrugalLoraLinear", "FrugalGatedMLP", "FrugalRMSNorm", "FrugalAttention"}
     assert not report.kept, str(report)
     _same(_step(model), want)
     assert list(model.state_dict()) == keys

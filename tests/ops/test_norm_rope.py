@@ -1,5 +1,7 @@
 """rms_norm, layer_norm and rope against their definitions and transformers' own code."""
 
+import sys
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -7,7 +9,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from frugal.ops.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
-from frugal.ops.rope import rope, rope_reference
+from frugal.ops.rope import rope, rope_joint, rope_pair, rope_reference
 
 F64 = torch.float64
 
@@ -114,6 +116,52 @@ def test_rope_equals_transformers_in_place_on_a_view():
     torch.testing.assert_close(got, want)
     up = torch.randn(got.shape)
     torch.testing.assert_close(torch.autograd.grad(got, q, up), torch.autograd.grad(want, q, up))
+
+
+@pytest.mark.parametrize("block_bytes", [2**18, 1])
+@pytest.mark.parametrize("rotary", [6, 4])
+def test_rope_pair_on_views_of_one_tensor(rotary, block_bytes, monkeypatch):
+    """q and k of a joint projection: in place, the rest untouched, gradients as with the definition."""
+    monkeypatch.setattr(sys.modules["frugal.ops.rope"], "CPU_BLOCK_BYTES", block_bytes)
+    joint = torch.randn(2, 37, 24, dtype=F64).requires_grad_()
+    angle = torch.rand(2, 37, rotary // 2, dtype=F64)
+    cos, sin = angle.cos() * 1.5, angle.sin() * 1.5  # scaled tables (YaRN) are no pure rotation
+    wide = [torch.cat([t, t], -1)[:, None] for t in (cos, sin)]
+
+    def heads(t):
+        return [part.view(2, 37, -1, 6).transpose(1, 2) for part in t.split([12, 6, 6], -1)]
+
+    def ours(t):
+        made = (t * 1).view(2, 37, 4, 6).transpose(1, 2)
+        turned = rope_joint(made, 3, cos, sin)
+        assert turned.data_ptr() == made.data_ptr()
+        return turned
+
+    def definition(t):
+        q, k, v = heads(t)
+        return torch.cat([rope_reference(q, *wide), rope_reference(k, *wide), v], 1)
+
+    _close(_grads(ours, [joint]), _grads(definition, [joint]))
+
+    def apart(t):
+        q, k, _ = (part * 1 for part in heads(t))
+        memory = [q.data_ptr(), k.data_ptr()]
+        turned = rope_pair(q, k, cos, sin)
+        assert [t.data_ptr() for t in turned] == memory
+        return torch.cat([*turned, heads(t)[2]], 1)
+
+    _close(_grads(apart, [joint]), _grads(definition, [joint]))
+
+
+def test_rope_pair_cannot_go_wrong_in_silence():
+    cos, sin = torch.ones(1, 3, 2), torch.ones(1, 3, 2)
+    x = torch.randn(1, 1, 3, 4, requires_grad=True)
+    kept = torch.tanh(x)  # keeps its output for backward
+    q, k = rope_pair(kept, torch.randn(1, 1, 3, 4), cos, sin)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (q.sum() + k.sum()).backward()
+    with pytest.raises(ValueError, match="a leaf that requires grad"):
+        rope_pair(x, kept, cos, sin)
 
 
 def test_rope_never_overwrites_a_leaf():
