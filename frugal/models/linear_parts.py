@@ -74,19 +74,37 @@ def own_class(module: nn.Module) -> type:
 
 @contextlib.contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Inside, a unit of `fully_shard` has its parameters whole (a collective), though its forward is not called."""
+    """Inside, a sharded module has its parameters whole (a collective), though its forward is not called.
+
+    That of a unit of `fully_shard`, and under DeepSpeed's ZeRO-3 that of a frozen module; one that is trained must stay
+    whole until its backward pass, which DeepSpeed sees to when the parameter is read.
+    """
     unit: Any = module if is_unit(module) else None
+    parts = _partitioned(module)
     if unit is not None:
         unit.unshard()
+    if parts:
+        parts[0].all_gather(parts)
     try:
         yield
     finally:
         if unit is not None:
             unit.reshard()
+        if parts:
+            parts[0].partition(parts)
+
+
+def _partitioned(module: nn.Module) -> list[Any]:
+    """Parameters of a frozen module that ZeRO-3 has cut and not gathered now."""
+    parameters: list[Any] = list(module.parameters())
+    if any(parameter.requires_grad for parameter in parameters):
+        return []
+    return [p for p in parameters if hasattr(p, "ds_status") and p.ds_status.name == "NOT_AVAILABLE"]
 
 
 def _hooked(module: nn.Module) -> bool:
-    gathers = 1 if is_unit(module) else 0  # hooks of fully_shard; who reads a unit's parameters gathers them
+    # hooks of fully_shard, of ZeRO-3: they gather; who reads the parameters himself gathers them himself
+    gathers = 1 if is_unit(module) else 2 if "pre_bwd_fn" in vars(module) else 0
     return bool(
         len(module._forward_hooks) > gathers or len(module._forward_pre_hooks) > gathers or module._backward_hooks
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,6 +55,10 @@ class Zero(Strategy):
         self._window: contextlib.ExitStack | None = None
         self._waiting: list[Any] = []
         """Hooks of layers that were partitioned before the engine was there."""
+
+    @property
+    def gradients_wait(self) -> bool:
+        return True
 
     # ---- before the first step ---------------------------------------------------------------------------------------
 
@@ -168,6 +172,9 @@ class Zero(Strategy):
     def rest(self, wrapped: nn.Module) -> None:
         if self.sharded:
             self.engine.optimizer.parameter_offload.empty_partition_cache()
+
+    def remember(self, optimizer: Optimizer) -> Callable[[], None]:
+        return zero_state.remember(self.engine, self.settings.stage)
 
     def digests(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
         found = {}

@@ -1,150 +1,304 @@
-"""Cases of test_zero.py. Each trains the same 10 steps of a tiny Llama as one process does."""
+"""Cases of test_zero.py."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from pathlib import Path
+import json
+from functools import partial
 from typing import Any
 
 import torch
-import toy
-from accelerate import Accelerator
-from peft import PeftModel
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from sharded_runs import GLOBAL_BATCH, Running, Setting, rows, rows_masked_for_some, start
 from worker import Rank
 
-from frugal.adapters import adapter_state, apply_adapters
-from frugal.config import LoraSection, TrainSection
-from frugal.data import TokenDataset
-from frugal.memory.checkpoint import apply_activation_checkpointing
-from frugal.models.attention import use_attention
-from frugal.models.load import load_base
-from frugal.models.source import resolve_base
-from frugal.models.swap import swap_modules
+from frugal.errors import CheckpointError, FrugalError
+from frugal.meter_report import optimizer_tensors
+from frugal.save.tensors import read_tensors, write_tensors
 from frugal.shard import zero_state
 from frugal.shard.state import OptimizerState
-from frugal.shard.strategy import OneProcess, Strategy
+from frugal.shard.strategy import Strategy
 from frugal.shard.zero import Zero
 from frugal.shard.zero_config import ZeroSettings
-from frugal.train.job import Hooks, Job, LoopState
-from frugal.train.loop import train_loop
-from frugal.train.loss import LossModule
-from frugal.train.optim import build_optimizer, trainable
-from frugal.train.schedule import StepOrder, make_plan, rate_factor
+from frugal.train.job import LoopState
+from frugal.train.probe import run_probe
 
-STEPS = 10
-TARGETS = [5, 3, 7, 1, 4, 6, 2, 8, 5, 3, 9, 4, 6, 2, 7, 1, 8]  # 17 rows: windows of 4, the last one short
-SECTION: dict[str, Any] = {
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 2,
-    "max_steps": STEPS,
-    "learning_rate": 3e-3,
-    "weight_decay": 0.1,
-    "max_grad_norm": 0.5,
-    "group_by_length": False,
-    "warmup_ratio": 0.0,
-    "loraplus_lr_ratio": 2.0,
-}
+CPU = torch.device("cpu")
+ODD = Setting(
+    folder="TINY_ODD", quantize="none", policy="none", lora={"r": 3, "use_dora": True, "modules_to_save": ["lm_head"]}
+)
+"""Nothing divides by two: 131 rows, rank 3, magnitudes, a trained head of 301 rows."""
+TIED = Setting(folder="TINY_TIED", new_token_ids=(290, 295))
+LORA_PLUS = Setting(train={"loraplus_lr_ratio": 2.0}, policy="none")
+"""Several groups: each is a flat partition of its own."""
+MICRO = Setting(micro=4, policy="none")
+"""A window of one micro-batch: reduced during its backward pass."""
+HALF_WAY = 5
 
 
-def tiny(quantize: str = "nf4", *, fused: bool = True, folder: Path | None = None, **lora: Any) -> PeftModel:
-    """The adapted tiny Llama of a folder, loaded as a run loads it; B is not zero, so that all gradients are."""
-    base = resolve_base(str(folder or os.environ["TINY_LLAMA"]), None)
-    loaded = load_base(base, quantize=quantize, double_quant=True, dtype=torch.float32, device="cpu")  # type: ignore[arg-type]
-    use_attention(loaded.model, "auto")
-    section = LoraSection.model_validate({"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, **lora})
-    model = apply_adapters(loaded.model, section, seed=0, quantize=quantize).model  # type: ignore[arg-type]
-    if fused:
-        swap_modules(model, compute_dtype=torch.float32)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.1)
-    return model
+def zero(stage: int, setting: Setting | None = None, **changes: Any) -> Zero:
+    """A strategy for two ranks and `sharded_runs.start`."""
+    micro = (setting or Setting()).micro
+    accumulation = GLOBAL_BATCH // micro // torch.distributed.get_world_size()
+    return Zero(CPU, ZeroSettings(stage, micro, accumulation, max_grad_norm=0.5, **changes))
 
 
-def rows() -> TokenDataset:
-    return toy.rows(TARGETS, length=10)
+def finish(rank: Rank, running: Running, state: LoopState | None = None) -> dict[str, Any]:
+    """Train to the end; adapter and optimizer state as files of rank 0."""
+    running.train(state)
+    keep(rank, running)
+    held = zero_state.local_bytes(running.model)
+    running.job.strategy.close()
+    running.handle.close()
+    return {"records": running.records, "held": held}
 
 
-def job_of(model: PeftModel, strategy: Strategy, *, world: int = 2, **changes: Any) -> Job:
-    """A job of one or two ranks over the same windows of 4 rows."""
-    section = TrainSection.model_validate({**SECTION, "gradient_accumulation_steps": 4 // world, **changes})
-    data, module = rows(), LossModule(model)
-    wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), section))
-    plan = make_plan(section, rows=len(data), world_size=world)
-    return Job(
-        module=module, wrapped=wrapped, strategy=strategy, optimizer=optimizer, plan=plan,
-        order=StepOrder(data.lengths, plan, seed=section.seed, group_by_length=False), train=section, rows=data,
-        eval_rows=None, pad_id=0, flat=True, accelerator=Accelerator(cpu=True, mixed_precision="no"),
-        rate_factor=rate_factor(section, plan), save_steps=None,
-    )  # fmt: skip
+def keep(rank: Rank, running: Running, name: str = "") -> None:
+    """What a checkpoint holds of them, written as one writes it."""
+    strategy = running.job.strategy
+    adapter, optimizer = running.adapter(), strategy.full_optimizer_state(running.job.optimizer)
+    if strategy.rank == 0:
+        rank.save(adapter, name)
+        write_tensors(rank.folder / f"optimizer{name}.safetensors", optimizer.tensors, optimizer.meta)
+    else:
+        assert adapter == {}
+        assert optimizer.tensors == {}
 
 
-class NoStop:
-    exit_code = None
+def go_on(rank: Rank, setting: Setting, strategy: Strategy, case: str, name: str) -> dict[str, Any]:
+    """Train the second half from what another case, or the test, saved half-way."""
+    running = start(setting, strategy)
+    place = rank.folder.parent / case
+    adapter, _ = read_tensors(place / f"0.{name}.safetensors")
+    tensors, meta = read_tensors(place / f"optimizer{name}.safetensors")
+    strategy.load_adapter(running.model, adapter)
+    strategy.load_optimizer_state(running.job.optimizer, OptimizerState(tensors, meta), "the test's file")
+    return finish(rank, running, LoopState(step=HALF_WAY))
 
 
-def run(job: Job, *, first: int = 0, last: int | None = None) -> list[dict[str, Any]]:
-    """Train steps ``first`` to ``last``; their records."""
-    records: list[dict[str, Any]] = []
-    if last is not None:
-        job.plan = type(job.plan)(**{**vars(job.plan), "total_steps": last})
-    train_loop(job, Hooks(records.append, lambda state: None, NoStop()), LoopState(step=first))  # type: ignore[arg-type]
-    return [{key: record[key] for key in ("loss", "grad_norm", "learning_rate", "rows_sha256")} for record in records]
+def case_zero1(rank: Rank) -> dict[str, Any]:
+    return finish(rank, start(Setting(), zero(1)))
 
 
-def settings(stage: int, *, world: int = 2, **changes: Any) -> ZeroSettings:
-    found = ZeroSettings(
-        stage=stage,
-        micro_batch=SECTION["per_device_train_batch_size"],
-        accumulation=4 // world,
-        max_grad_norm=SECTION["max_grad_norm"],
+def case_zero2(rank: Rank) -> dict[str, Any]:
+    return finish(rank, start(Setting(), zero(2)))
+
+
+def case_zero3(rank: Rank) -> dict[str, Any]:
+    return finish(rank, start(Setting(), zero(3)))
+
+
+def case_zero1_offload(rank: Rank) -> dict[str, Any]:
+    return finish(rank, start(Setting(policy="none"), zero(1, offload_optimizer=True)))
+
+
+def case_zero2_offload(rank: Rank) -> dict[str, Any]:
+    return finish(rank, start(Setting(policy="none"), zero(2, offload_optimizer=True)))
+
+
+def case_zero3_offload(rank: Rank) -> dict[str, Any]:
+    return finish(rank, start(Setting(), zero(3, offload_optimizer=True, offload_parameters=True)))
+
+
+def case_zero2_masked(rank: Rank) -> dict[str, Any]:
+    return finish(rank, start(Setting(policy="none"), zero(2), data=rows_masked_for_some()))
+
+
+def case_zero3_masked(rank: Rank) -> dict[str, Any]:
+    return finish(rank, start(Setting(), zero(3), data=rows_masked_for_some()))
+
+
+def case_zero2_odd(rank: Rank) -> dict[str, Any]:
+    return finish(rank, start(ODD, zero(2)))
+
+
+def case_zero3_odd(rank: Rank) -> dict[str, Any]:
+    return finish(rank, start(ODD, zero(3)))
+
+
+def case_zero3_tied(rank: Rank) -> dict[str, Any]:
+    return finish(rank, start(TIED, zero(3)))
+
+
+def case_zero2_groups(rank: Rank) -> dict[str, Any]:
+    return finish(rank, start(LORA_PLUS, zero(2)))
+
+
+def case_zero3_groups(rank: Rank) -> dict[str, Any]:
+    return finish(rank, start(LORA_PLUS, zero(3)))
+
+
+def case_zero2_one_micro(rank: Rank) -> dict[str, Any]:
+    return finish(rank, start(MICRO, zero(2, MICRO)))
+
+
+def case_zero3_one_micro(rank: Rank) -> dict[str, Any]:
+    return finish(rank, start(MICRO, zero(3, MICRO)))
+
+
+def case_zero3_half(rank: Rank) -> dict[str, Any]:
+    """The first half, saved; then the second half in a new engine."""
+    running = start(Setting(policy="none"), zero(3))
+    running.job.save_steps = HALF_WAY
+    running.train(save=lambda state: keep(rank, running, "half") if state.step == HALF_WAY else None)
+    running.job.strategy.close()
+    return {"records": running.records}
+
+
+def case_zero3_from_one(rank: Rank) -> dict[str, Any]:
+    return go_on(rank, Setting(policy="none"), zero(3), "alone", "half")
+
+
+def case_zero1_from_one(rank: Rank) -> dict[str, Any]:
+    return go_on(rank, Setting(policy="none"), zero(1), "alone", "half")
+
+
+def case_zero2_from_zero3(rank: Rank) -> dict[str, Any]:
+    return go_on(rank, Setting(policy="none"), zero(2, offload_optimizer=True), "zero3_half", "half")
+
+
+def case_zero3_odd_from_one(rank: Rank) -> dict[str, Any]:
+    return go_on(rank, ODD, zero(3), "alone_odd", "half")
+
+
+def case_bytes(rank: Rank) -> dict[str, Any]:
+    """What this rank holds, whole and under each stage, after two steps."""
+    out: dict[str, Any] = {}
+    alone = start(Setting(steps=1))
+    out["whole"] = zero_state.local_bytes(alone.model)
+    del alone
+    for stage in (1, 2, 3):
+        running = start(Setting(steps=2), zero(stage))
+        running.train()
+        engine = running.job.strategy.engine  # type: ignore[attr-defined]
+        out[f"zero{stage}"] = {**zero_state.local_bytes(running.model), **zero_state.state_bytes(engine)}
+        out[f"zero{stage}"]["measured"] = sum(t.nbytes for t in optimizer_tensors(running.job.optimizer))
+        running.job.strategy.close()
+        running.handle.close()
+    return out
+
+
+def case_every_dtype(rank: Rank) -> dict[str, Any]:
+    """A base stored in bfloat16 beside 4-bit layers, float32 adapters: nothing is cast, no byte of the base changes."""
+    out: dict[str, Any] = {}
+    for stage in (2, 3):
+        setting = Setting(steps=2, folder="TINY_BF16", policy="none")
+        alone = start(setting)
+        want = {name: p.detach().clone() for name, p in alone.model.named_parameters() if not p.requires_grad}
+        running = start(setting, zero(stage))
+        running.train()
+        wrong = []
+        for name, parameter in running.model.named_parameters():
+            with zero_state.whole(parameter):
+                if name in want and not torch.equal(
+                    parameter.detach().contiguous().view(torch.uint8), want[name].contiguous().view(torch.uint8)
+                ):
+                    wrong.append(name)
+                if name not in want and parameter.dtype != torch.float32:
+                    wrong.append(name)
+        out[str(stage)] = {"wrong": wrong, "dtypes": sorted({str(t.dtype) for t in want.values()})}
+        running.job.strategy.close()
+    return out
+
+
+def case_evaluation_and_probe(rank: Rank) -> dict[str, Any]:
+    """3 evaluation batches on 2 ranks, a probe that leaves no trace, answers that need every rank."""
+    out: dict[str, Any] = {}
+    for stage in (2, 3):
+        setting = Setting(steps=3, train={"eval_steps": 2, "per_device_eval_batch_size": 2})
+        running = start(setting, zero(stage), eval_rows=rows([2, 1, 5, 3, 4], seed=3))
+        job = running.job
+        before = running.adapter()
+        run_probe(job)
+        after = running.adapter()
+        unchanged = all(torch.equal(before[name], after[name]) for name in before)
+        fresh = job.strategy.full_optimizer_state(job.optimizer).tensors == {}
+        running.train()
+        answer = job.strategy.inside(job.wrapped, partial(answer_with, running.model))
+        job.strategy.rest(job.wrapped)
+        held = zero_state.local_bytes(running.model)
+        last = running.adapter()
+        state = job.strategy.full_optimizer_state(job.optimizer)
+        run_probe(job, first_step=1)
+        later, state_later = running.adapter(), job.strategy.full_optimizer_state(job.optimizer)
+        out[str(stage)] = {
+            "records": running.records,
+            "unchanged": unchanged and fresh,
+            "unchanged_later": all(torch.equal(last[name], later[name]) for name in last)
+            and all(torch.equal(state.tensors[name], state_later.tensors[name]) for name in state.tensors),
+            "answer": answer.tolist(),
+            "held": held,
+        }
+        if rank.rank == 0:
+            rank.save(later, str(stage))
+        job.strategy.close()
+        running.handle.close()
+    return out
+
+
+def answer_with(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model.generate(
+        input_ids=torch.tensor([[5, 6, 7, 8]]), max_new_tokens=5, do_sample=False, synced_gpus=True
     )
-    return ZeroSettings(**{**vars(found), **changes})
+    return found
 
 
-def one_process(folder: Path, model: PeftModel, **changes: Any) -> list[dict[str, Any]]:
-    """The reference: losses; adapter and optimizer state as files in ``folder``."""
-    strategy = OneProcess(torch.device("cpu"))
-    strategy.world_size, strategy.rank = 1, 0
-    job = job_of(model, strategy, world=1, **changes)
-    records = run(job)
-    save(folder, strategy.full_adapter(model), strategy.full_optimizer_state(job.optimizer))
-    return records
+def case_loss_scaling(rank: Rank) -> dict[str, Any]:
+    """A scale that overflows at first: steps are left out, and the scale falls, as with one process."""
+    out: dict[str, Any] = {}
+    for stage in (2, 3):
+        running = start(Setting(policy="none", steps=6), zero(stage), loss_scaling=True)
+        end = running.train(overflowing())
+        out[str(stage)] = {"records": running.records, "skipped": end.skipped_steps}
+        if rank.rank == 0:
+            rank.save(running.adapter(), str(stage))
+        else:
+            running.adapter()
+        running.job.strategy.close()
+    return out
 
 
-def save(folder: Path, adapter: Mapping[str, Tensor], state: OptimizerState) -> None:
-    save_file({key: tensor.contiguous() for key, tensor in adapter.items()}, folder / "adapter.safetensors")
-    save_file({key: tensor.contiguous() for key, tensor in state.tensors.items()}, folder / "optimizer.safetensors")
+def overflowing() -> LoopState:
+    scale = {"scale": 2.0**128, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    return LoopState(loss_scaling={**scale, "scale": 1.5 * 2.0**127, "_growth_tracker": 0})
 
 
-def zero_run(rank: Rank, stage: int, *, checkpointing: str = "none", quantize: str = "nf4", lora: Any = None, **changes: Any) -> Any:
-    model = tiny(quantize, **(lora or {}))
-    whole_bytes = zero_state.local_bytes(model)
-    apply_activation_checkpointing(model, checkpointing)  # type: ignore[arg-type]
-    strategy = Zero(torch.device("cpu"), settings(stage, **changes))
-    job = job_of(model, strategy)
-    stored = zero_state.local_bytes(model)
-    records = run(job)
-    adapter, state = strategy.full_adapter(model), strategy.full_optimizer_state(job.optimizer)
-    if rank.rank == 0:
-        save(rank.folder, adapter, state)
-    digests = strategy.digests(trainable(model))
+def case_not_finite(rank: Rank) -> dict[str, Any]:
+    """A gradient that is not a number on one rank: both stop with the same message, and nothing was changed."""
+    out: dict[str, Any] = {}
+    for stage in (2, 3):
+        running = start(Setting(policy="none", steps=3), zero(stage))
+        before = running.adapter()
+
+        def spoil(module: Any, args: Any, output: Any) -> Any:
+            loss, count = output
+            return (loss * float("nan") if rank.rank == 1 else loss), count
+
+        running.job.module.register_forward_hook(spoil)
+        try:
+            running.train()
+            message = "nothing was raised"
+        except FrugalError as error:
+            message = str(error)
+        after = running.adapter()
+        out[str(stage)] = {"message": message, "same": all(torch.equal(before[k], after[k]) for k in before)}
+        running.job.strategy.close()
+    return out
+
+
+def case_other_ages(rank: Rank) -> dict[str, Any]:
+    """State in which one parameter has taken fewer steps cannot be DeepSpeed's."""
+    running = start(Setting(steps=1, policy="none"), zero(2))
+    running.train()
+    strategy, optimizer = running.job.strategy, running.job.optimizer
+    gathered = [strategy.full_optimizer_state(optimizer)]
+    torch.distributed.broadcast_object_list(gathered, src=0)
+    state = gathered[0]
+    label = next(label for label in state.tensors if label.endswith("|step"))
+    state.tensors[label] = state.tensors[label] + 1
+    messages = []
+    for wrong in (state, OptimizerState(state.tensors, {**state.meta, "optimizer": "AdamW8bit"})):
+        try:
+            strategy.load_optimizer_state(optimizer, wrong, "FILE")
+        except CheckpointError as error:
+            messages.append(str(error))
     strategy.close()
-    return {"records": records, "whole": whole_bytes, "stored": stored, "digests": digests, "meta": state.meta}
-
-
-def case_zero1(rank: Rank) -> Any:
-    return zero_run(rank, 1)
-
-
-def case_zero2(rank: Rank) -> Any:
-    return zero_run(rank, 2)
-
-
-def case_zero3(rank: Rank) -> Any:
-    return zero_run(rank, 3)
+    return {"messages": json.loads(json.dumps(messages))}
