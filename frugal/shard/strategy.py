@@ -38,6 +38,11 @@ class Strategy(ABC):
     sharded: bool = False
     """Whether parameters of the model are cut: outside `inside` nothing may compute with them."""
 
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether gradients of a window's first micro-batches wait whole, outside the optimizer's parameters."""
+        return self.sharded
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         together = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -53,6 +58,9 @@ class Strategy(ABC):
         ``module`` computes the loss. ``make_optimizer`` builds the optimizer over ``module``'s trained parameters as
         they are when it is called: a strategy that replaces parameters calls it after that.
         """
+
+    def close(self) -> None:  # noqa: B027  (most leave nothing behind)
+        """The run is over, or failed: take off what the engine put on the model. Not collective."""
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 

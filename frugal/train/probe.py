@@ -112,7 +112,7 @@ def run_probe(job: Job, *, first_step: int = 0, limit_bytes: int | None = None) 
 def _step(job: Job, rows: list[int], device: torch.device) -> None:
     """Forward, backward, norm and update of one micro-batch, as a step does them."""
     accumulates = job.train.gradient_accumulation_steps > 1
-    if accumulates and not job.strategy.sharded:  # later micro-batches find gradients there
+    if accumulates and not job.strategy.gradients_wait:  # later micro-batches find gradients there
         for parameter in named_parameters(job.optimizer).values():
             parameter.grad = torch.zeros_like(parameter)
     job.wrapped.train()
@@ -124,7 +124,7 @@ def _step(job: Job, rows: list[int], device: torch.device) -> None:
         return
     scaler = torch.amp.GradScaler(device.type, enabled=False)
     # where gradients wait elsewhere (whole, until they are reduced), a first micro-batch puts them there
-    for last in (False, True) if accumulates and job.strategy.sharded else (True,):
+    for last in (False, True) if accumulates and job.strategy.gradients_wait else (True,):
         with job.strategy.accumulating(job.wrapped, last):
             loss_sum, count = job.wrapped(batch)
             job.strategy.backward(loss_sum / count.clamp(min=1), scaler)
