@@ -62,7 +62,7 @@ def tiny(setting: Setting) -> nn.Module:
     )
     if setting.flat:
         assert use_attention(loaded.model).name == "frugal"
-    lora = LoraSection(r=4, lora_alpha=8, **setting.lora)
+    lora = LoraSection.model_validate({"r": 4, "lora_alpha": 8, **setting.lora})
     model = apply_adapters(
         loaded.model, lora, seed=0, quantize=setting.quantize, new_token_ids=setting.new_token_ids
     ).model
@@ -78,6 +78,15 @@ def tiny(setting: Setting) -> nn.Module:
 
 def rows(targets: Sequence[int] = TARGETS, seed: int = 0) -> TokenDataset:
     return toy.rows(targets, seed=seed, length=12)
+
+
+def rows_masked_for_some() -> TokenDataset:
+    """In the first window the second of two ranks, and the second and fourth of four, have rows without targets."""
+    section = TrainSection.model_validate({"group_by_length": False, "per_device_train_batch_size": 1})
+    section = section.model_copy(update={"gradient_accumulation_steps": GLOBAL_BATCH})
+    plan = make_plan(section, rows=len(TARGETS), world_size=1)
+    window = StepOrder(rows().lengths, plan, seed=section.seed, group_by_length=False).rows_of(0)
+    return rows([0 if row in window[1::2] else count for row, count in enumerate(TARGETS)])
 
 
 @dataclass
