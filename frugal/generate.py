@@ -12,6 +12,7 @@ from transformers import GenerationConfig, TextStreamer
 
 from frugal.data import Message, encode_prompt
 from frugal.errors import DataError
+from frugal.models.host_embedding import input_device
 from frugal.save.export_adapter import stop_ids
 
 Messages = list[dict[str, str]]
@@ -122,7 +123,7 @@ def answer(
     limit = getattr(base.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and len(ids) >= limit:
         raise DataError(f"The conversation is {len(ids)} tokens long, the model takes {limit}. Start anew with /reset.")
-    device = base.get_input_embeddings().weight.device
+    device = input_device(base)
     inputs = torch.tensor([ids], device=device)
     streamer = _Pieces(tokenizer, write)
     try:

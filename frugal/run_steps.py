@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from frugal.adapters import apply_adapters
+from frugal.adapters.embedding import place_of_table
 from frugal.adapters.targets import resolve_targets
 from frugal.config import Config
 from frugal.data import PreparedData, build
 from frugal.hardware import Device, DtypeChoice
 from frugal.models.attention import AttentionChoice, use_attention
+from frugal.models.head import HeadSpec
 from frugal.models.load import load_base
 from frugal.models.report import LoadReport
 from frugal.models.skeleton import build_meta
@@ -24,6 +26,7 @@ from frugal.models.swap import swap_modules
 from frugal.models.swap_report import SwapReport
 from frugal.models.tokenizer import load_tokenizer, new_token_ids, rows_needed
 from frugal.save.space import check_space, checkpoint_bytes, kept_at_once, size
+from frugal.shard.load import OnLayer, load_layer_by_layer
 from frugal.train import ranks
 from frugal.train.schedule import TrainPlan
 
@@ -40,6 +43,8 @@ class TrainableModel:
     """Lines about what was adapted."""
     swaps: SwapReport | None
     """What was replaced by frugal's fused modules; None with `memory.fused: false`."""
+    head: HeadSpec | None = None
+    """The head, where it was proven before the layers were sharded; None: `LossModule` proves it."""
 
 
 def open_base(config: Config) -> BaseSource:
@@ -71,33 +76,59 @@ def prepare_data(config: Config, tokenizer: Any, base: BaseSource) -> PreparedDa
     ranks.on_first(prepare)
     if not mine:
         prepare()
+    ranks.meet()  # without a cache, or on another host, everyone did the work
     if mine[0].template_report.template:
         tokenizer.chat_template = mine[0].chat_template
     return mine[0]
 
 
-def load_model(config: Config, base: BaseSource, tokenizer: Any, device: Device, dtype: DtypeChoice) -> TrainableModel:
-    """Load the base as configured, put a fresh adapter on it, and replace what is proven equal by fused modules."""
-    loaded = load_base(
-        base,
-        quantize=config.model.quantize,
-        double_quant=config.model.bnb_4bit_use_double_quant,
-        dtype=dtype.compute,
-        device=device.torch_device,
-        trust_remote_code=config.model.trust_remote_code,
-        vocab_size=rows_needed(tokenizer, base.config()),
-    )
+def load_model(
+    config: Config,
+    base: BaseSource,
+    tokenizer: Any,
+    device: Device,
+    dtype: DtypeChoice,
+    take_layer: OnLayer | None = None,
+) -> TrainableModel:
+    """Load the base as configured, put a fresh adapter on it, and replace what is proven equal by fused modules.
+
+    ``take_layer`` (a strategy that shards the base) is given each decoder layer before the next one is read.
+    """
+    skeleton = build_meta(base.config(), trust_remote_code=config.model.trust_remote_code)
+    added = new_token_ids(tokenizer, config.model.add_tokens)
+    table = place_of_table(config.memory.embedding, skeleton, config.lora, kind=device.kind, adds_tokens=bool(added))
+    how: dict[str, Any] = {
+        "quantize": config.model.quantize,
+        "double_quant": config.model.bnb_4bit_use_double_quant,
+        "dtype": dtype.compute,
+        "device": device.torch_device,
+        "trust_remote_code": config.model.trust_remote_code,
+        "vocab_size": rows_needed(tokenizer, base.config()),
+        "host_embedding": table.on_host,
+    }
+    adapter: dict[str, Any] = {"seed": config.train.seed, "new_token_ids": added}
+    tile = config.memory.mlp_chunk_tokens
+    if take_layer is not None:
+        filled = load_layer_by_layer(
+            base,
+            config.lora,
+            on_layer=take_layer,
+            attention=config.memory.attention,
+            fused=config.memory.fused,
+            mlp_tile_tokens=tile,
+            **how,
+            **adapter,
+        )
+        filled.loaded.embedding = table.reason
+        lines = filled.applied.lines()
+        return TrainableModel(filled.model, filled.loaded, filled.attention, lines, filled.swaps, filled.head)
+    loaded = load_base(base, **how)
+    loaded.report.embedding = table.reason
     attention = use_attention(loaded.model, config.memory.attention)
-    applied = apply_adapters(
-        loaded.model,
-        config.lora,
-        seed=config.train.seed,
-        quantize=config.model.quantize,
-        new_token_ids=new_token_ids(tokenizer, config.model.add_tokens),
-    )
+    applied = apply_adapters(loaded.model, config.lora, quantize=config.model.quantize, **adapter)
     swaps = None
     if config.memory.fused:
-        swaps = swap_modules(applied.model, compute_dtype=dtype.compute, mlp_tile_tokens=config.memory.mlp_chunk_tokens)
+        swaps = swap_modules(applied.model, compute_dtype=dtype.compute, mlp_tile_tokens=tile)
     return TrainableModel(applied.model, loaded.report, attention, applied.lines(), swaps)
 
 

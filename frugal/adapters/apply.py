@@ -24,6 +24,7 @@ from frugal.adapters.targets import PatternRow, Scale, Targets, resolve_targets
 from frugal.config import LoraSection
 from frugal.errors import ConfigError, UnsupportedError
 from frugal.models.held import cannot_hold, decoder_layers, is_held, stand_ins
+from frugal.models.host_embedding import input_device
 from frugal.models.stored import StoredEmbedding, StoredLinear
 from frugal.quant.nf4 import NF4Linear
 
@@ -97,7 +98,7 @@ def _refuse_start(model: PreTrainedModel, lora: LoraSection, quantize: str) -> N
             f"lora.init_lora_weights: {start} changes the base weights, which cannot be done in NF4. Write "
             "`model.quantize: none`, or `lora.init_lora_weights: default`."
         )
-    if start == "loftq" and model.get_input_embeddings().weight.device.type != "cuda":
+    if start == "loftq" and input_device(model).type != "cuda":
         raise UnsupportedError(
             "lora.init_lora_weights: loftq quantises on a CUDA device in PEFT, and there is none here. Write "
             "`lora.init_lora_weights: pissa` or `default`."
@@ -214,14 +215,14 @@ def _stored_embedding(old: nn.Embedding) -> StoredEmbedding:
 def inject(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, adapter_name: str = "default") -> PeftModel:
     """PEFT's injection with a random state of its own, then the dtype policy.
 
-    Adapters of layers that wait for their weights lie where the embedding table lies.
+    Adapters of layers that wait for their weights lie where the model's input belongs.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         with warnings.catch_warnings():
             # PEFT asks transformers for a property under its former name; users can do nothing about it
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-            with stand_ins(model, model.get_input_embeddings().weight.device):
+            with stand_ins(model, input_device(model)):
                 peft_model = get_peft_model(model, config, adapter_name=adapter_name)
     _cast_tied_heads(peft_model)
     masters_float32(peft_model)

@@ -165,6 +165,9 @@ class MemorySection(Section):
     """Update each adapter matrix inside backward and free its gradient at once. auto: where nothing needs all gradients
     together: one micro-batch a step, max_grad_norm 0, one process, no loss scaling. true where that does not hold is an
     error."""
+    embedding: Literal["auto", "device", "host"] = "auto"
+    """Where the embedding table waits. host: in host memory, only the rows of a micro-batch are copied to the device,
+    with the same result. auto: host on a GPU where the table is neither trained nor tied to the head."""
     loss_chunk_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one chunk of the loss. Unset: chosen so that a chunk of logits stays small."""
     mlp_chunk_tokens: int | None = Field(default=None, ge=1)
@@ -177,8 +180,17 @@ class MemorySection(Section):
 
 
 class DistributedSection(Section):
-    strategy: Literal["auto", "ddp"] = "auto"
-    """How several processes share the work. auto: DDP when launched with several, else one process."""
+    strategy: Literal["auto", "ddp", "fsdp2", "zero1", "zero2", "zero3"] = "auto"
+    """How several processes share the work. auto: what the launcher was started for; else ddp where the base fits each
+    GPU, and fsdp2 where it does not."""
+    shard_base: Literal["auto", True, False] = "auto"
+    """fsdp2: cut the frozen base too (true), or only adapters and optimizer state (false, 8 to 25 times less traffic).
+    auto: false where the base fits each GPU."""
+    offload: Literal["auto", True, False] = "auto"
+    """Shards and optimizer state rest in host memory (fsdp2, zero2, zero3). Slow. auto: what the launcher says."""
+    ddp_timeout: float = Field(default=600.0, gt=0)
+    """Seconds that one exchange between processes may take before the run is given up. Preparing data, loading and
+    saving do not count: there a process is waited for as long as it lives."""
 
 
 class OutputSection(Section):

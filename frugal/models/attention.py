@@ -17,13 +17,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from frugal.errors import UnsupportedError
 from frugal.models.held import HeldLayers
+from frugal.models.host_embedding import input_device
 from frugal.ops import Choice, attention, choose
+from frugal.ops.fake import is_fake
 from frugal.ops.planned import planned_attention, stands_for_cuda
 
 NAME = "frugal"
@@ -93,7 +94,7 @@ def frugal_mask(
 
 def _refuse_left_padding(attention_mask: Tensor | None) -> None:
     """A row's real tokens must come first: under causality padding behind them changes nothing."""
-    if attention_mask is None or isinstance(attention_mask, FakeTensor) or attention_mask.shape[-1] < 2:
+    if attention_mask is None or is_fake(attention_mask) or attention_mask.shape[-1] < 2:
         return
     mask = attention_mask.bool()
     starts_late = (mask[:, 1:] & ~mask[:, :-1]).any(-1)
@@ -112,7 +113,7 @@ def _document_offsets(
     rows = torch.arange(batch, device=device)[:, None]
     head = torch.zeros((), dtype=torch.int64, device=device)
     i = torch.arange(1, tokens, device=device)[None, :]
-    if tokens < 2 or isinstance(i, FakeTensor):
+    if tokens < 2 or is_fake(i):
         return None
     sees_next = mask_function(rows, head, i - 1, i)
     if bool(sees_next.any()):
@@ -263,7 +264,7 @@ def _switched(model: Any, before: str, implementation: str, prove: bool, held: H
 def _by_layer(model: Any, implementation: str) -> dict[str, Choice]:
     """What the table chooses for the model's heads, window and soft cap on the device where it lies."""
     config = model.config.get_text_config()
-    weight = model.get_input_embeddings().weight
+    device, dtype = input_device(model), model.get_input_embeddings().weight.dtype
     heads = getattr(config, "num_attention_heads", 1)
     facts = {
         "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -274,16 +275,16 @@ def _by_layer(model: Any, implementation: str) -> dict[str, Choice]:
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
     found = {}
     if kinds != {"sliding_attention"}:
-        found["full"] = choose("attention", weight.device, weight.dtype, window=None, **facts)
+        found["full"] = choose("attention", device, dtype, window=None, **facts)
     if window and "sliding_attention" in kinds:
-        found["sliding"] = choose("attention", weight.device, weight.dtype, window=window, **facts)
+        found["sliding"] = choose("attention", device, dtype, window=window, **facts)
     return found
 
 
 @torch.no_grad()
 def _probe(model: Any) -> Tensor:
     """Logits of two short rows, the second with padding at its end (left out of the result), in fp32."""
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     vocab = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab, (2, 13), generator=generator).to(device)

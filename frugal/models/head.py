@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from frugal.models.host_embedding import input_device
 from frugal.models.linear_parts import LinearParts, gathered, linear_parts, one_adapter
 from frugal.ops import linear_cross_entropy
 from frugal.ops.weights import matmul_t
@@ -168,7 +169,7 @@ def split_head(model: Any, *, prove: bool = True) -> HeadSpec:
     softcap = _first(config, _SOFTCAPS, None)
     if not prove:
         return HeadSpec(model, decoder, head, scale, softcap, True, "by structure, not proven")
-    wide = next((p.dtype for p in decoder.parameters() if p.is_floating_point()), torch.float32)
+    wide = model.get_input_embeddings().weight.dtype
     tolerance = 1e-4 if wide in (torch.float32, torch.float64) else 3e-2
     with torch.no_grad():
         hidden, want = _probe(model, decoder)
@@ -203,7 +204,7 @@ def _probe(model: Any, decoder: Any) -> tuple[Tensor, Tensor]:
     """Hidden states and stock logits (fp32) of two short random rows, dropout off, modes restored."""
     embedding = model.get_input_embeddings()
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, embedding.weight.shape[0], (2, 5), generator=generator).to(embedding.weight.device)
+    ids = torch.randint(0, embedding.weight.shape[0], (2, 5), generator=generator).to(input_device(model))
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

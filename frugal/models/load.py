@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from frugal.errors import ModelError, UnsupportedError
 from frugal.models.held import NO_LAYERS, HeldLayers, cannot_hold, decoder_layers, hold, inside
+from frugal.models.host_embedding import put_on_host
 from frugal.models.placing import Placement, place, put, resident_dtype
 from frugal.models.report import LoadReport, count_bytes, count_parameters, dtype_name
 from frugal.models.skeleton import KeyMap, build_meta, fill_buffers, ignorable, linear_kinds, map_keys, put_nf4
@@ -53,6 +54,7 @@ def load_base(
     trust_remote_code: bool = False,
     vocab_size: int | None = None,
     hold_layers: bool = False,
+    host_embedding: bool = False,
 ) -> LoadedBase:
     """Load ``source`` frozen, in eval mode, on ``device``, computing in ``dtype``.
 
@@ -61,6 +63,8 @@ def load_base(
 
     ``hold_layers`` loads embeddings, norms and head, and leaves the decoder layers on the meta device, each to be
     filled by itself: `LoadedBase.held`. The report counts them as if they were there.
+
+    ``host_embedding`` leaves the embedding table on the host (`frugal.models.host_embedding`), where it is read to.
 
     Raises:
         ModelError: the checkpoint is damaged, or weights are missing (all of them named).
@@ -104,7 +108,11 @@ def load_base(
     else:
         found = {target: entries[name] for name, target in keys.targets.items()}
         targets = {name: entry for name, entry in found.items() if inside(name, waiting)}
-        place(_places(model, {name: entry for name, entry in found.items() if name not in targets}), dtype, device)
+        table = _name_of_table(model) if host_embedding else ""
+        now = {name: entry for name, entry in found.items() if name not in targets}
+        on_host = {name: now.pop(name) for name in (table,) if name in now}
+        place(_places(model, now), dtype, device)
+        place(_places(model, on_host), dtype, torch.device("cpu"))
         expected = hold(model, targets, dtype)
         _tie(model, keys)
         _refuse_missing(model, source, expected)
@@ -117,8 +125,16 @@ def load_base(
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     report.tied_head = head is not None and head.weight is embedding.weight
     report.parameters, report.bytes_by_kind = count_parameters(model), count_bytes(model)
+    if host_embedding:
+        put_on_host(model, device, dtype)
+        report.keeps_on_host(embedding.weight)
     report.seconds = time.monotonic() - start
     return LoadedBase(model, report, HeldLayers(model, targets, dtype, device) if hold_layers else None)
+
+
+def _name_of_table(model: PreTrainedModel) -> str:
+    table = model.get_input_embeddings()
+    return next(f"{name}.weight" for name, module in model.named_modules() if module is table)
 
 
 def _places(model: PreTrainedModel, targets: dict[str, StoredTensor]) -> list[Placement]:

@@ -43,6 +43,10 @@ class LoadReport:
     resized_rows: tuple[int, int] | None = None
     """(before, after) when the embedding table grew for added tokens."""
     tied_head: bool = False
+    host_bytes: int = 0
+    """Of `bytes_by_kind`, those of an embedding table that stays in host memory."""
+    embedding: str = ""
+    """Why the table is on the host, or why not."""
     parameters: int = 0
     """Weights of the dense model, a tied head counted once."""
     bytes_by_kind: dict[str, int] = field(default_factory=dict)
@@ -52,6 +56,12 @@ class LoadReport:
     def total_bytes(self) -> int:
         """Bytes of all parameters and buffers."""
         return sum(self.bytes_by_kind.values())
+
+    def keeps_on_host(self, table: torch.Tensor) -> None:
+        """Note that the embedding table, counted already, is on the host."""
+        kind = f"{dtype_name(table.dtype)} embedding"
+        self.host_bytes = self.bytes_by_kind.pop(kind)
+        self.bytes_by_kind = dict(sorted({**self.bytes_by_kind, f"{kind} on the host": self.host_bytes}.items()))
 
     def as_dict(self) -> dict[str, Any]:
         """For the manifest: plain values, layer names as counts by their last part."""
@@ -69,6 +79,8 @@ class LoadReport:
             f"weights {'NF4' if self.quantized else 'as in the checkpoint'}, compute {self.compute_dtype}, "
             f"adapters {self.adapter_dtype}; {len(self.quantized)} layers quantised, {len(self.kept)} kept",
         ]
+        if self.host_bytes:
+            lines.append(f"embedding table ({self.host_bytes / 1e6:.1f} MB) in host memory, rows in use are copied")
         if self.route != "streamed":
             lines.append(f"loaded through transformers: {self.route_reason}")
         if self.remote_code:

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from frugal.adapters import apply_adapters
+from frugal.adapters.embedding import place_of_table
 from frugal.config import LoraSection, MemorySection, ModelSection
 from frugal.models.attention import use_attention
+from frugal.models.host_embedding import HostEmbedding, put_on_host
 from frugal.models.load import resident_dtype
 from frugal.models.skeleton import build_meta, linear_kinds, put_nf4
 from frugal.models.stored import keep_stored
@@ -45,6 +47,8 @@ class FakeRun:
     attention: str
     parameters: int
     """Of the base, as its checkpoint counts them."""
+    host_embedding_bytes: int = 0
+    """Of a table that waits on the host."""
 
 
 def layer_count(config: Any) -> int:
@@ -115,12 +119,19 @@ def build_fake(
     dense = {name: p.numel() * stored.itemsize for name, p in base.named_parameters()}
     if model.quantize == "nf4":
         put_nf4(base, linear_kinds(base)[0], model.bnb_4bit_use_double_quant)
+    tokens = [config.get_text_config().vocab_size - 1 - i for i in range(len(model.add_tokens))]
+    kind = "cpu" if device == "cpu" else "cuda"
+    on_host = place_of_table(memory.embedding, base, lora, kind=kind, adds_tokens=bool(tokens)).on_host
+    table = next(f"{name}.weight" for name, each in base.named_modules() if each is base.get_input_embeddings())
     parts = _set_dtypes(base, dense, stored, compute)
     base.requires_grad_(False)
     keep_stored(base, compute)
     base.eval()
+    host_bytes = 0
+    if on_host:
+        host_bytes = put_on_host(base, torch.device(device), compute).weight.nbytes
+        parts = [part for part in parts if part.name != table]  # read to the host and never on the device
     choice = use_attention(base, prove=False)
-    tokens = [config.get_text_config().vocab_size - 1 - i for i in range(len(model.add_tokens))]
     # PiSSA and LoftQ need numbers; their adapters have the sizes of any other.
     lora = lora.model_copy(update={"init_lora_weights": "default"})
     applied = apply_adapters(base, lora, seed=0, quantize=model.quantize, new_token_ids=tokens)
@@ -129,7 +140,8 @@ def build_fake(
     module = LossModule(applied.model, chunk_tokens=memory.loss_chunk_tokens, prove=False)
     with mode:
         _materialise(module, torch.device(device))
-    return FakeRun(module, base, parts, flat=choice.name == "frugal" or packed, attention=choice.name, parameters=count)
+    flat = choice.name == "frugal" or packed
+    return FakeRun(module, base, parts, flat, choice.name, parameters=count, host_embedding_bytes=host_bytes)
 
 
 def _set_dtypes(base: nn.Module, dense: dict[str, int], stored: torch.dtype, compute: torch.dtype) -> list[Part]:
@@ -170,6 +182,8 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
         return made[id(old)][1]
 
     for inner in module.modules():
+        if isinstance(inner, HostEmbedding):
+            continue
         for table in (inner._parameters, inner._buffers, vars(inner)):
             for name, old in list(table.items()):
                 if isinstance(old, torch.Tensor):
