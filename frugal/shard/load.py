@@ -63,6 +63,7 @@ def load_layer_by_layer(
     trust_remote_code: bool = False,
     vocab_size: int | None = None,
     new_token_ids: Sequence[int] = (),
+    host_embedding: bool = False,
     attention: str = "auto",
     fused: bool = True,
     mlp_tile_tokens: int | None = None,
@@ -89,6 +90,7 @@ def load_layer_by_layer(
         trust_remote_code=trust_remote_code,
         vocab_size=vocab_size,
         hold_layers=True,
+        host_embedding=host_embedding,
     )
     assert loaded.held is not None
     held = loaded.held
