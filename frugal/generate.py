@@ -106,11 +106,14 @@ def answer(
     messages: Messages,
     config: GenerationConfig,
     write: Callable[[str], None] | None = None,
+    *,
+    together: bool = False,
 ) -> tuple[str, bool]:
     """Generate the next answer.
 
     Args:
         write: called with each piece of text as it is generated.
+        together: several processes hold a part of the model each and all generate; none stops before the others.
 
     Returns:
         The text without special tokens, and whether Ctrl-C cut it short.
@@ -133,6 +136,7 @@ def answer(
                 attention_mask=torch.ones_like(inputs),
                 generation_config=config,
                 streamer=streamer,
+                synced_gpus=together,
             )
     except KeyboardInterrupt:
         return "".join(streamer.pieces), True
@@ -147,6 +151,7 @@ def generate_samples(
     *,
     system_prompt: str | None = None,
     use_adapter: bool = True,
+    together: bool = False,
 ) -> list[str]:
     """Greedy answers, one prompt at a time, and the model as it was before.
 
@@ -155,13 +160,14 @@ def generate_samples(
     Args:
         model: a PEFT model, or a plain one.
         use_adapter: False answers with the base alone.
+        together: as for `answer`.
     """
     off = model.disable_adapter() if not use_adapter and hasattr(model, "disable_adapter") else contextlib.nullcontext()
     with off:
         config = generation_config(model, tokenizer, max_new_tokens=max_new_tokens)
         answers = []
         for prompt in prompts:
-            text, stopped = answer(model, tokenizer, as_messages(prompt, system_prompt), config)
+            text, stopped = answer(model, tokenizer, as_messages(prompt, system_prompt), config, together=together)
             if stopped:
                 raise KeyboardInterrupt
             answers.append(text.strip())

@@ -16,10 +16,11 @@ from frugal.errors import ConfigError, MemoryBudgetError
 from frugal.hardware import resolve_dtype
 from frugal.memory.checkpoint import apply_activation_checkpointing
 from frugal.models.attention import use_attention
-from frugal.models.tokenizer import rows_needed
+from frugal.models.tokenizer import rows_needed, zero_embedding_rows
 from frugal.ops.choice import check_attention
-from frugal.run_memory import forecast, limit_allocator, probe, start_ladder
+from frugal.run_memory import forecast, limit_allocator, make_planner, probe, start_ladder
 from frugal.run_record import RunRecord
+from frugal.run_share import Loading, share
 from frugal.run_steps import (
     check_disk,
     forget,
@@ -36,7 +37,7 @@ from frugal.save.lock import hold
 from frugal.save.resume import check_plan, data_fingerprint, starting_point
 from frugal.save.run_folder import open_run
 from frugal.save.writer import CheckpointWriter, put_adapter, restore, side_files
-from frugal.shard.strategy import replicated
+from frugal.shard.launch import check_group, read_launch, unused_gpus
 from frugal.train import ranks
 from frugal.train.device import device_of, make_accelerator
 from frugal.train.evaluate import evaluate_rows
@@ -70,7 +71,8 @@ def train(config: Source, *, resume: bool | str | Path | None = None) -> TrainRe
     """
     held_bytes = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
     try:
-        return _train(load_config(config), resume)
+        with ranks.guarded():
+            return _train(load_config(config), resume)
     except torch.OutOfMemoryError as error:
         forget(error)
         raise MemoryBudgetError(out_of_memory(error, held_bytes)) from None
@@ -86,9 +88,11 @@ def train(config: Source, *, resume: bool | str | Path | None = None) -> TrainRe
 def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
     run_dir, plain, settings = Path(config.output.dir), config.model_dump(mode="json"), config.train
     check_trackers(list(settings.report_to))
-    accelerator = make_accelerator(run_dir, list(settings.report_to))
+    launch = read_launch()
+    accelerator = make_accelerator(run_dir, list(settings.report_to), timeout_seconds=config.distributed.ddp_timeout)
     device = device_of(accelerator)
-    strategy = replicated(accelerator.device)
+    gpus = torch.cuda.device_count() if device.kind == "cuda" else 0
+    check_group(launch, world_size=ranks.world_size(), gpus=gpus)
     dtype = resolve_dtype(config.model.dtype, device)
     check_attention(device.torch_device, dtype.compute, config.memory.attention)
     step_place = place_of_step(
@@ -99,6 +103,8 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         world_size=ranks.world_size(),
     )
     tell = say if ranks.rank() == 0 else silent
+    for note in filter(None, [*launch.notes, unused_gpus(launch, gpus)]):
+        tell(note)
     start = ranks.on_first(lambda: starting_point(run_dir, plain, resume, tell))
     with ExitStack() as cleanup:
         cleanup.callback(accelerator.free_memory)  # it keeps a list of models
@@ -118,27 +124,36 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         grouped = settings.group_by_length and not config.data.packing
         order = StepOrder(data.train.lengths, plan, seed=settings.seed, group_by_length=grouped)
         vocab_size = rows_needed(tokenizer, base.config())
-        foreseen = forecast(config, base.config(), data, plan, order, device, dtype, vocab_size)
+        planner = make_planner(config, base.config(), data, plan, order, device, dtype, vocab_size)
+        shared = share(config, launch, planner, accelerator.device)
+        strategy = shared.strategy
+        cleanup.callback(strategy.close)
+        record.shared_by(strategy, shared.reason)
+        foreseen = forecast(config, shared.planner)
         limit_allocator(config, device)
 
-        loaded = load_model(config, base, tokenizer, device, dtype)
-        model, parameters = loaded.model, trainable(loaded.model)
-        ranks.check_same(parameters)
-        ranks.on_first(lambda: check_disk(config, run_dir, plan, parameters))
+        loading = Loading(config, base, strategy)
+        record.say(loading.note) if loading.note else None
+        loaded = load_model(config, base, tokenizer, device, dtype, loading.take_layer)
+        model = loaded.model
+        loading.compare(model)
+        ranks.on_first(lambda: check_disk(config, run_dir, plan, trainable(model)))
+        untrained = zero_embedding_rows(model)
 
-        module = LossModule(model, chunk_tokens=config.memory.loss_chunk_tokens)
+        module = LossModule(model, chunk_tokens=config.memory.loss_chunk_tokens, head=loaded.head)
         wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), settings))
         seed_step_noise(settings.seed, ranks.rank())
         state = LoopState()
         if checkpoint is not None:
-            state = restore(checkpoint, model, optimizer, device.torch_device, seed=settings.seed, say=tell)
-        record.before(model, tokenizer, state.step)
+            state = restore(checkpoint, strategy, model, optimizer, device.torch_device, seed=settings.seed, say=tell)
+        record.before(wrapped, model, tokenizer, state.step, untrained)
+        ranks.meet()  # rank 0 answered prompts and read the base for its fingerprint
 
         scratch_dir = config.memory.scratch_dir or str(run_dir)
         handle = apply_activation_checkpointing(model, foreseen.policy, scratch_dir=scratch_dir)
         record.implementations(loaded, module.head)
         writer = CheckpointWriter(
-            run_dir, model, optimizer, plan, plain, rows_hash, config.output, device.torch_device, lock, tell,
+            run_dir, strategy, model, optimizer, plan, plain, rows_hash, config.output, device.torch_device, lock, tell,
             side_files(tokenizer, base=base.path, config=config), record.base_fingerprint,
         )  # fmt: skip
         job = Job(
@@ -170,12 +185,12 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
 
         kept_best = config.output.keep_best and state.best_step is not None
         if kept_best:
-            put_adapter(model, run_dir / f"checkpoint-{state.best_step}")
+            put_adapter(strategy, model, run_dir / f"checkpoint-{state.best_step}")
         result = summarise(run_dir, state, plan, kept_best=kept_best, device=device.torch_device)
-        card = record.after(model, tokenizer, result)
-        fingerprint = record.base_fingerprint
+        card = record.after(wrapped, model, tokenizer, result)
+        adapter, known = strategy.full_adapter(model), record.base_fingerprint
         ranks.on_first(
-            lambda: save_final(run_dir, model, tokenizer, base=base.path, card=card, base_fingerprint=fingerprint)
+            lambda: save_final(run_dir, model, adapter, tokenizer, base=base.path, card=card, base_fingerprint=known)
         )
         record.finished(result)
     return result

@@ -39,7 +39,7 @@ class Forecast:
     reason: str
 
 
-def forecast(
+def make_planner(
     config: Config,
     architecture: Any,
     data: PreparedData,
@@ -48,16 +48,14 @@ def forecast(
     device: Device,
     dtype: DtypeChoice,
     vocab_size: int,
-) -> Forecast:
-    """Plan this run's largest micro-batch on this device; every rank follows the first one's choice."""
-    asked = config.memory.checkpoint
-    fallback: Policy = "recompute" if asked == "auto" else asked
+) -> Planner:
+    """A planner of this run's largest micro-batch on this device, so far for one process."""
     available = int(psutil.virtual_memory().available)
     total = device.total_bytes if device.kind == "cuda" else int(CPU_SHARE * available)
     micro = config.train.per_device_train_batch_size
     rows = longest_micro_batch(order, plan, data.train.lengths, micro=micro, flat=True)
     evaluated = data.eval if data.eval is not None and len(data.eval) else None
-    planner = Planner(
+    return Planner(
         config,
         Planned(device.name, device.kind, device.capability, total, available, dtype),
         architecture,
@@ -70,6 +68,12 @@ def forecast(
         else _shape(evaluated, longest_first(evaluated.lengths)[: config.train.per_device_eval_batch_size]),
         has_eval=evaluated is not None,
     )
+
+
+def forecast(config: Config, planner: Planner) -> Forecast:
+    """Plan with ``planner``; every rank follows the first one's choice."""
+    asked = config.memory.checkpoint
+    fallback: Policy = "recompute" if asked == "auto" else asked
     try:
         with torch.random.fork_rng(devices=[]):
             found = planner.plan(with_line=False, simulated=("steady_step", "evaluation"))

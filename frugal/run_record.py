@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from accelerate import Accelerator
+from torch import nn
 
 from frugal.config import Config, dump_yaml
 from frugal.data import PreparedData
@@ -20,13 +21,13 @@ from frugal.manifest import Manifest, versions
 from frugal.models.fingerprint import base_fingerprint
 from frugal.models.head import HeadSpec
 from frugal.models.source import BaseSource
-from frugal.models.tokenizer import zero_embedding_rows
 from frugal.ops.choice import choices
 from frugal.ops.table import PARAMETER_OPS
 from frugal.report import write_report
 from frugal.run_memory import Forecast, measured_lines
 from frugal.run_steps import TrainableModel
 from frugal.save.card import adapter_card
+from frugal.shard.strategy import Strategy
 from frugal.train import ranks
 from frugal.train.ladder import Ladder
 from frugal.train.log import TrainLog
@@ -52,6 +53,7 @@ class RunRecord:
         self.base_fingerprint: str | None = None
         self._reporter: Reporter | None = None
         self._trackers: Trackers | None = None
+        self._strategy: Strategy | None = None
 
     def __enter__(self) -> RunRecord:
         if not self.first:
@@ -110,6 +112,13 @@ class RunRecord:
                 self.manifest.choose(f"op {one.op}", one.name, why=one.reason, rejected=one.rejected)
         self.say(f"device {device.name}, compute {name} ({dtype.reason}), adapters float32")
 
+    def shared_by(self, strategy: Strategy, reason: str) -> None:
+        """Note how the processes share the run."""
+        self._strategy = strategy
+        self.manifest.choose("strategy", strategy.name, why=reason)
+        if strategy.world_size > 1:
+            self.say(f"{strategy.world_size} processes, {strategy.name}: {reason}")
+
     def implementations(self, loaded: TrainableModel, head: HeadSpec) -> None:
         """Note what was loaded and replaced, and which attention and loss were chosen."""
         if not self.first:
@@ -140,25 +149,25 @@ class RunRecord:
         for line in measured_lines(foreseen, measured, ladder.taken):
             self.say(line)
 
-    def before(self, model: Any, tokenizer: Any, step: int) -> None:
+    def before(self, wrapped: nn.Module, model: Any, tokenizer: Any, step: int, untrained: list[int]) -> None:
         """Warnings about tokens the base was never trained on, and answers before training.
 
-        A resumed run keeps the answers that its first part wrote.
+        A resumed run keeps the answers that its first part wrote. ``wrapped``: ``model`` as it is trained; where it is
+        sharded every rank takes part in an answer. ``untrained``: token ids whose embedding is all zero.
         """
-        if not self.first:
-            return
-        for warning in self.data.untrained_token_warnings(tokenizer, zero_embedding_rows(model)):
-            self.say(f"warning: {warning}")
+        if self.first:
+            for warning in self.data.untrained_token_warnings(tokenizer, untrained):
+                self.say(f"warning: {warning}")
         prompts = self.config.output.sample_prompts
         if not prompts:
             return
         path = self.run_dir / "samples.json"
-        kept = {row["prompt"]: row["before"] for row in read_json(path)} if step and path.is_file() else {}
-        if set(prompts) <= kept.keys():
-            answers = [kept[prompt] for prompt in prompts]
-        else:
+        answers = ranks.on_first(lambda: _kept_answers(path, prompts) if step else None)
+        if answers is None:
             # before the first step the adapter changes nothing; later only the base alone says what was before
-            answers = self._answers(model, tokenizer, use_adapter=False)
+            answers = self._answers(wrapped, model, tokenizer, use_adapter=False)
+        if not self.first:
+            return
         self.samples = [
             {"prompt": prompt, "before": answer, "after": ""} for prompt, answer in zip(prompts, answers, strict=True)
         ]
@@ -189,14 +198,15 @@ class RunRecord:
         if self._trackers is not None and due:
             self._trackers.log(record)
 
-    def after(self, model: Any, tokenizer: Any, result: TrainResult) -> str:
+    def after(self, wrapped: nn.Module, model: Any, tokenizer: Any, result: TrainResult) -> str:
         """Answers after training; returns the model card."""
         if self._reporter is not None:
             self._reporter.close()
+        answers = self._answers(wrapped, model, tokenizer) if self.config.output.sample_prompts else []
         if not self.first:
             return ""
         if self.samples:
-            for row, answer in zip(self.samples, self._answers(model, tokenizer), strict=True):
+            for row, answer in zip(self.samples, answers, strict=True):
                 row["after"] = answer
             self._write("samples.json", lambda: write_json(self.run_dir / "samples.json", self.samples))
         return adapter_card(
@@ -218,21 +228,36 @@ class RunRecord:
         for line in summary_lines(result, self.samples):
             say(line)
 
-    def _answers(self, model: Any, tokenizer: Any, *, use_adapter: bool = True) -> list[str]:
-        return generate_samples(
-            model,
-            tokenizer,
-            self.config.output.sample_prompts,
-            self.config.output.sample_max_new_tokens,
-            system_prompt=self.config.data.system_prompt,
-            use_adapter=use_adapter,
-        )
+    def _answers(self, wrapped: nn.Module, model: Any, tokenizer: Any, *, use_adapter: bool = True) -> list[str]:
+        """Answers to the sample prompts: of rank 0 alone, or of all ranks together where each holds a part."""
+        sharded = self._strategy is not None and self._strategy.sharded
+
+        def generate() -> list[str]:
+            return generate_samples(
+                model,
+                tokenizer,
+                self.config.output.sample_prompts,
+                self.config.output.sample_max_new_tokens,
+                system_prompt=self.config.data.system_prompt,
+                use_adapter=use_adapter,
+                together=sharded,
+            )
+
+        if self._strategy is not None and sharded:
+            return self._strategy.inside(wrapped, generate)
+        return generate() if self.first else []
 
     def _write(self, name: str, action: Callable[[], Any]) -> None:
         try:
             action()
         except OSError as error:
             raise CheckpointError(f"cannot write {self.run_dir / name}: {error.strerror or error}") from error
+
+
+def _kept_answers(path: Path, prompts: list[str]) -> list[str] | None:
+    """Answers of the base that an earlier part of the run wrote down; None when one is missing."""
+    kept = {row["prompt"]: row["before"] for row in read_json(path)} if path.is_file() else {}
+    return [kept[prompt] for prompt in prompts] if set(prompts) <= kept.keys() else None
 
 
 def _numbers(result: TrainResult) -> dict[str, Any]:

@@ -33,9 +33,17 @@ CONFIG = "adapter_config.json"
 FINGERPRINT = "frugal_base_fingerprint"
 
 
-def save_adapter(model: PeftModel, folder: Path, *, base_fingerprint: str | None = None, plain: bool = False) -> None:
+def save_adapter(
+    model: PeftModel,
+    folder: Path,
+    *,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    base_fingerprint: str | None = None,
+    plain: bool = False,
+) -> None:
     """Write adapter_model.safetensors and adapter_config.json into ``folder``, each whole or not at all.
 
+    ``tensors``: the adapter under PEFT's names where ``model`` holds only a part of it (a sharded run gathers them).
     ``base_fingerprint`` (`frugal.models.fingerprint`) is kept in the file's metadata, to notice another base later.
     ``plain`` turns a PiSSA adapter, which belongs to a changed base, into an ordinary LoRA of twice the rank for the
     original base; other adapters are plain already.
@@ -45,19 +53,18 @@ def save_adapter(model: PeftModel, folder: Path, *, base_fingerprint: str | None
     """
     folder = Path(folder)
     name = model.active_adapter
-    tensors = {
-        key: tensor.detach().to("cpu").contiguous().clone() for key, tensor in adapter_state(model, name).items()
-    }
-    empty = sorted(key for key, tensor in tensors.items() if tensor.numel() == 0)
-    if empty or not tensors:
+    found = adapter_state(model, name) if tensors is None else tensors
+    whole = {key: tensor.detach().to("cpu").contiguous().clone() for key, tensor in found.items()}
+    empty = sorted(key for key, tensor in whole.items() if tensor.numel() == 0)
+    if empty or not whole:
         raise CheckpointError(f"The adapter has empty tensors and was not saved: {', '.join(empty[:5]) or 'all'}.")
     config = _config_dict(model.peft_config[name])
     if plain and config["init_lora_weights"] == "pissa":
-        tensors = _plain_lora(model, tensors, config)
+        whole = _plain_lora(model, whole, config)
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", **({FINGERPRINT: base_fingerprint} if base_fingerprint else {})}
     with atomic_path(folder / WEIGHTS) as beside:
-        write_tensors(beside, tensors, metadata)
+        write_tensors(beside, whole, metadata)
     write_json(folder / CONFIG, config)
 
 

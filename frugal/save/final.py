@@ -8,6 +8,7 @@ from typing import Any
 
 from peft import PeftModel
 from safetensors import SafetensorError
+from torch import Tensor
 
 from frugal.adapters import save_adapter
 from frugal.errors import CheckpointError
@@ -17,9 +18,18 @@ from frugal.save.rotation import aside
 
 
 def save_final(
-    run_dir: Path, model: PeftModel, tokenizer: Any, *, base: Path, card: str, base_fingerprint: str | None
+    run_dir: Path,
+    model: PeftModel,
+    adapter: dict[str, Tensor],
+    tokenizer: Any,
+    *,
+    base: Path,
+    card: str,
+    base_fingerprint: str | None,
 ) -> None:
     """Write the adapter (PEFT's two files), tokenizer, chat template, stop ids and model card into ``run_dir``.
+
+    ``adapter``: the model's, whole (`Strategy.full_adapter`).
 
     The adapter is written beside and moved in, its configuration last: a folder with adapter_config.json is whole.
     Raises CheckpointError when the disk refuses; the checkpoints are as they were.
@@ -27,7 +37,7 @@ def save_final(
     beside = aside(run_dir, 0, "tmp")
     try:
         beside.mkdir(parents=True)
-        save_adapter(model, beside, base_fingerprint=base_fingerprint, plain=True)
+        save_adapter(model, beside, tensors=adapter, base_fingerprint=base_fingerprint, plain=True)
         files = sorted(
             (path for path in beside.iterdir() if path.is_file()), key=lambda path: path.name == "adapter_config.json"
         )

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, set_peft_model_state_dict
+from peft import PeftModel
 from torch.optim import Optimizer
 
-from frugal.adapters import adapter_state, save_adapter
+from frugal.adapters import save_adapter
 from frugal.config import Config, OutputSection, dump_yaml
 from frugal.errors import CheckpointError
 from frugal.files import write_text
@@ -22,9 +22,10 @@ from frugal.save.lock import RunLock
 from frugal.save.resume import config_hash
 from frugal.save.rotation import rotate
 from frugal.save.tensors import read_tensors
+from frugal.shard.state import OptimizerState
+from frugal.shard.strategy import Strategy
 from frugal.train import ranks
 from frugal.train.job import LoopState
-from frugal.train.optim import load_optimizer_state, optimizer_state
 from frugal.train.randomness import rng_state, seed_step_noise, set_rng_state
 from frugal.train.schedule import TrainPlan
 
@@ -34,6 +35,7 @@ class CheckpointWriter:
     """Writes the checkpoints of one run. Every rank calls `save`, rank 0 writes, all meet the same outcome."""
 
     run_dir: Path
+    strategy: Strategy
     model: PeftModel
     optimizer: Optimizer
     plan: TrainPlan
@@ -51,9 +53,17 @@ class CheckpointWriter:
     def save(self, state: LoopState) -> None:
         """Write `checkpoint-<step>`, then delete what `save_total_limit` has no room for."""
         generators = ranks.gather({key: tensor.cpu() for key, tensor in rng_state(self.device).items()})
-        ranks.on_first(lambda: self._write(state, generators))
+        adapter = self.strategy.full_adapter(self.model)
+        optimizer = self.strategy.full_optimizer_state(self.optimizer)
+        ranks.on_first(lambda: self._write(state, generators, adapter, optimizer))
 
-    def _write(self, state: LoopState, generators: list[dict[str, torch.Tensor]]) -> None:
+    def _write(
+        self,
+        state: LoopState,
+        generators: list[dict[str, torch.Tensor]],
+        adapter: dict[str, torch.Tensor],
+        optimizer: OptimizerState,
+    ) -> None:
         if self.lock is not None:
             self.lock.alive()
         rng = {f"{rank}.{key}": tensor for rank, found in enumerate(generators) for key, tensor in found.items()}
@@ -65,24 +75,24 @@ class CheckpointWriter:
             "world_size": ranks.world_size(),
             "loop": asdict(state),
         }
-        parts = CheckpointParts(self._write_adapter, optimizer_state(self.optimizer), rng, content)
+        parts = CheckpointParts(lambda folder: self._write_adapter(folder, adapter), optimizer, rng, content)
         try:
             save_checkpoint(self.run_dir, state.step, parts)
         except CheckpointError as error:
-            raise CheckpointError(f"{error} {self._rescue(state.step)}") from error
+            raise CheckpointError(f"{error} {self._rescue(state.step, adapter)}") from error
         best = state.best_step if self.output.keep_best else None
         rotate(self.run_dir, limit=self.output.save_total_limit, best_step=best)
 
-    def _write_adapter(self, folder: Path) -> None:
-        save_adapter(self.model, folder, base_fingerprint=self.base_fingerprint)
+    def _write_adapter(self, folder: Path, adapter: dict[str, torch.Tensor]) -> None:
+        save_adapter(self.model, folder, tensors=adapter, base_fingerprint=self.base_fingerprint)
         if self.side_files is not None:
             self.side_files(folder)
 
-    def _rescue(self, step: int) -> str:
+    def _rescue(self, step: int, adapter: dict[str, torch.Tensor]) -> str:
         """Save the adapter in the system's temporary folder, so that its training is not lost. Returns a sentence."""
         folder = Path(tempfile.mkdtemp(prefix=f"frugal-{self.run_dir.name}-step-{step}-"))
         try:
-            save_adapter(self.model, folder)
+            save_adapter(self.model, folder, tensors=adapter)
         except Exception as error:  # whatever it is, the first error is the one to report
             return f"The adapter of step {step} could not be saved in {folder} either ({error})."
         return f"The adapter of step {step} (without optimizer state) was saved in {folder}."
@@ -103,32 +113,38 @@ def side_files(tokenizer: Any, *, base: Path, config: Config) -> Callable[[Path]
     return write
 
 
-def put_adapter(model: PeftModel, folder: Path) -> None:
-    """Load a checkpoint's adapter into the adapter that the model has already, bit for bit.
+def put_adapter(strategy: Strategy, model: PeftModel, folder: Path) -> None:
+    """Load a checkpoint's adapter into the adapter that the model has already, bit for bit; each rank its part.
 
     Nothing is wrapped again. Raises CheckpointError when names or shapes differ.
     """
     path = folder / ADAPTER_FILE
     tensors, _ = read_tensors(path)
-    present = adapter_state(model)
+    shapes = strategy.adapter_shapes(model)
     unlike = sorted(
         name
-        for name in tensors.keys() | present.keys()
-        if name not in tensors or name not in present or tensors[name].shape != present[name].shape
+        for name in tensors.keys() | shapes.keys()
+        if name not in tensors or name not in shapes or tuple(tensors[name].shape) != shapes[name]
     )
     if unlike:
         raise CheckpointError(
             f"{path} does not fit this run's adapter: {len(unlike)} tensors differ in name or shape, the first is "
             f"{unlike[0]}. Set the lora section back to what it was."
         )
-    set_peft_model_state_dict(model, tensors)
-    for name, tensor in adapter_state(model).items():
-        if not torch.equal(tensor.cpu(), tensors[name].to(tensor.dtype)):
+    strategy.load_adapter(model, tensors)
+    put = strategy.full_adapter(model)
+    ranks.on_first(lambda: _refuse_other(put, tensors, path))
+
+
+def _refuse_other(put: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor], path: Path) -> None:
+    for name, tensor in put.items():
+        if not torch.equal(tensor, tensors[name].to(tensor.dtype)):
             raise AssertionError(f"{name} is not what {path} holds after loading")
 
 
 def restore(
     checkpoint: LoadedCheckpoint,
+    strategy: Strategy,
     model: PeftModel,
     optimizer: Optimizer,
     device: torch.device,
@@ -137,8 +153,9 @@ def restore(
     say: Callable[[str], None] = print,
 ) -> LoopState:
     """Put adapter, optimizer and random generators back; returns the loop's state."""
-    put_adapter(model, checkpoint.folder)
-    load_optimizer_state(optimizer, checkpoint.optimizer, str(checkpoint.folder / "optimizer.safetensors"))
+    put_adapter(strategy, model, checkpoint.folder)
+    where = str(checkpoint.folder / "optimizer.safetensors")
+    strategy.load_optimizer_state(optimizer, checkpoint.optimizer, where)
     prefix = f"{ranks.rank()}."
     generators = {name.removeprefix(prefix): t for name, t in checkpoint.rng.items() if name.startswith(prefix)}
     if checkpoint.state.get("world_size") == ranks.world_size() and "cpu" in generators:

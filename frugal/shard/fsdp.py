@@ -25,7 +25,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -57,16 +57,31 @@ class FullyShard(Strategy):
     name = "fsdp2"
     sharded = True
 
-    def __init__(self, device: torch.device, *, shard_base: bool = True, offload: bool = False) -> None:
-        """``offload``: shards rest in host memory and travel to the GPU for each use; the optimizer steps there."""
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        shard_base: bool = True,
+        offload: bool = False,
+        reshard_after_forward: bool | None = None,
+    ) -> None:
+        """``offload``: shards rest in host memory and travel to the GPU for each use; the optimizer steps there.
+
+        ``reshard_after_forward``: whether layers are given up after forward and gathered again for backward. None: a
+        sharded base is, adapters alone (small, and a third less traffic) are not.
+        """
         super().__init__(device)
         self.shard_base, self.offload = shard_base, offload
+        self.reshard = shard_base if reshard_after_forward is None else reshard_after_forward
         self.mesh = init_device_mesh(device.type, (self.world_size,))
+
+    @property
+    def cuts_base(self) -> bool:
+        return self.shard_base
 
     # ---- before the first step ---------------------------------------------------------------------------------------
 
     def take_layer(self, name: str, layer: nn.Module) -> None:
-        """Shard one decoder layer that has all its weights and adapters; of them only this rank's part stays."""
         if not isinstance(layer, FSDPModule):
             self._unit(layer)
 
@@ -89,7 +104,18 @@ class FullyShard(Strategy):
         if self.shard_base:  # the next layer travels while this one computes; backward does so by itself
             for layer, following in itertools.pairwise(layers):
                 layer.set_modules_to_forward_prefetch([following])
+        self._refuse_whole(module)
         return root, make_optimizer()
+
+    def _refuse_whole(self, module: nn.Module) -> None:
+        """What was to be cut is cut: nothing falls back to whole tensors silently."""
+        left = [
+            name
+            for name, parameter in module.named_parameters()
+            if (self.shard_base or parameter.requires_grad) and not isinstance(parameter, DTensor)
+        ]
+        if left:
+            raise AssertionError(f"{len(left)} parameters were not sharded, the first is {left[0]}")
 
     def _unit(self, module: nn.Module) -> None:
         ignored = set() if self.shard_base else {p for p in module.parameters() if not p.requires_grad}
@@ -97,8 +123,7 @@ class FullyShard(Strategy):
         fully_shard(
             module,
             mesh=self.mesh,
-            # Gathered adapters alone are small: they stay until backward, which saves a third of the traffic.
-            reshard_after_forward=None if self.shard_base else False,
+            reshard_after_forward=None if self.reshard else False,
             shard_placement_fn=self._placement,
             offload_policy=policy,
             ignored_params=ignored,
@@ -117,7 +142,7 @@ class FullyShard(Strategy):
     def accumulating(self, wrapped: Any, last: bool) -> Iterator[None]:
         wrapped.set_requires_gradient_sync(last)
         # What stays gathered from forward to backward stays for the whole window.
-        wrapped.set_reshard_after_backward(last, recurse=not self.shard_base)
+        wrapped.set_reshard_after_backward(last, recurse=not self.reshard)
         yield
 
     def norm_and_clip(self, optimizer: Optimizer, max_norm: float, scaler: torch.amp.GradScaler) -> float | None:

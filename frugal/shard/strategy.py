@@ -39,6 +39,11 @@ class Strategy(ABC):
     """Whether parameters of the model are cut: outside `inside` nothing may compute with them."""
 
     @property
+    def cuts_base(self) -> bool:
+        """Whether the frozen base is cut too, and layers are taken one at a time while they are loaded."""
+        return self.sharded
+
+    @property
     def gradients_wait(self) -> bool:
         """Whether gradients of a window's first micro-batches wait whole, outside the optimizer's parameters."""
         return self.sharded
@@ -50,6 +55,9 @@ class Strategy(ABC):
         self.rank = torch.distributed.get_rank() if together else 0
 
     # ---- before the first step ---------------------------------------------------------------------------------------
+
+    def take_layer(self, name: str, layer: nn.Module) -> None:  # noqa: B027  (only what cuts the base takes any)
+        """Take over a decoder layer that was just loaded, before the next one is: only this rank's part stays."""
 
     @abstractmethod
     def prepare(self, module: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
@@ -137,6 +145,10 @@ class Strategy(ABC):
         if self.rank != 0:
             return {}
         return {name: tensor.detach().cpu() for name, tensor in adapter_state(model).items()}
+
+    def adapter_shapes(self, model: PeftModel) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of `full_adapter`'s tensors, on every rank."""
+        return {name: tuple(tensor.shape) for name, tensor in adapter_state(model).items()}
 
     def load_adapter(self, model: PeftModel, tensors: Mapping[str, Tensor]) -> None:
         """Put whole tensors (of `full_adapter`'s names and shapes, the same on every rank) into the adapter."""

@@ -24,7 +24,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from frugal.errors import UnsupportedError
 from frugal.models.held import decoder_layers
-from frugal.shard import zero_state
+from frugal.shard import zero_state, zero_units
 from frugal.shard.state import OptimizerState, named_parameters, refuse_other_state
 from frugal.shard.strategy import MakeOptimizer, Strategy, digest
 from frugal.shard.zero_config import Given, ZeroSettings, check_given, engine_config
@@ -69,8 +69,8 @@ class Zero(Strategy):
         """
         if not self.sharded:
             return
-        zero_state.partition(frozen(layer), self._config(trained=1, layer=1), self.settings.offload_parameters)
-        self._waiting += zero_state.gather_around(layer)
+        zero_units.partition(frozen(layer), self._config(trained=1, layer=1), self.settings.offload_parameters)
+        self._waiting += zero_units.gather_around(layer)
 
     def prepare(self, module: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         """The engine, and the optimizer whose groups it steps (their `lr` is read at every step).
@@ -97,13 +97,13 @@ class Zero(Strategy):
             hook.remove()
         if self.sharded:
             for name, layer in layers.items():
-                zero_state.make_unit(name, layer)
+                zero_units.make_unit(name, layer)
             # the frozen ones before the engine: it would broadcast them, and then partition and broadcast again
-            zero_state.partition(frozen(module), config, self.settings.offload_parameters)
+            zero_units.partition(frozen(module), config, self.settings.offload_parameters)
         self.engine = zero_state.start_engine(module, optimizer, config)
         _refuse_casts(module, before)
         if self.sharded:
-            zero_state.refuse_whole(module, self.world_size)
+            zero_units.refuse_whole(module, self.world_size)
         return self.engine, optimizer
 
     def _config(self, *, trained: int, layer: int) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class Zero(Strategy):
     def digests(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
         found = {}
         for name, parameter in parameters.items():
-            with zero_state.whole(parameter):
+            with zero_units.whole(parameter):
                 found[name] = digest(parameter)
         return found
 
@@ -196,10 +196,14 @@ class Zero(Strategy):
             return super().full_adapter(model)
         found: dict[str, Tensor] = {}
         for key, parameter in _keyed(model).items():
-            with zero_state.whole(parameter):
+            with zero_units.whole(parameter):
                 if self.rank == 0:
                     found[key] = parameter.detach().cpu().clone()
         return found
+
+    def adapter_shapes(self, model: PeftModel) -> dict[str, tuple[int, ...]]:
+        keyed: dict[str, Any] = dict(_keyed(model))
+        return {key: tuple(getattr(p, "ds_shape", p.shape)) for key, p in keyed.items()}
 
     def load_adapter(self, model: PeftModel, tensors: Mapping[str, Tensor]) -> None:
         for key, parameter in _keyed(model).items():
