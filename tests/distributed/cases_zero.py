@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from sharded_runs import GLOBAL_BATCH, Running, Setting, rows, rows_masked_for_some, start
+from sharded_runs import GLOBAL_BATCH, Running, Setting, give_b, rows, rows_masked_for_some, start
 from worker import Rank
 
+from frugal.config import LoraSection
 from frugal.errors import CheckpointError, FrugalError
 from frugal.meter_report import optimizer_tensors
+from frugal.models.source import BaseSource
 from frugal.save.tensors import read_tensors, write_tensors
-from frugal.shard import zero_state
+from frugal.shard import zero_state, zero_units
+from frugal.shard.load import load_layer_by_layer
 from frugal.shard.state import OptimizerState
 from frugal.shard.strategy import Strategy
 from frugal.shard.zero import Zero
@@ -45,7 +50,7 @@ def finish(rank: Rank, running: Running, state: LoopState | None = None) -> dict
     """Train to the end; adapter and optimizer state as files of rank 0."""
     running.train(state)
     keep(rank, running)
-    held = zero_state.local_bytes(running.model)
+    held = zero_units.local_bytes(running.model)
     running.job.strategy.close()
     running.handle.close()
     return {"records": running.records, "held": held}
@@ -163,13 +168,13 @@ def case_bytes(rank: Rank) -> dict[str, Any]:
     """What this rank holds, whole and under each stage, after two steps."""
     out: dict[str, Any] = {}
     alone = start(Setting(steps=1))
-    out["whole"] = zero_state.local_bytes(alone.model)
+    out["whole"] = zero_units.local_bytes(alone.model)
     del alone
     for stage in (1, 2, 3):
         running = start(Setting(steps=2), zero(stage))
         running.train()
         engine = running.job.strategy.engine  # type: ignore[attr-defined]
-        out[f"zero{stage}"] = {**zero_state.local_bytes(running.model), **zero_state.state_bytes(engine)}
+        out[f"zero{stage}"] = {**zero_units.local_bytes(running.model), **zero_state.state_bytes(engine)}
         out[f"zero{stage}"]["measured"] = sum(t.nbytes for t in optimizer_tensors(running.job.optimizer))
         running.job.strategy.close()
         running.handle.close()
@@ -187,7 +192,7 @@ def case_every_dtype(rank: Rank) -> dict[str, Any]:
         running.train()
         wrong = []
         for name, parameter in running.model.named_parameters():
-            with zero_state.whole(parameter):
+            with zero_units.whole(parameter):
                 if name in want and not torch.equal(
                     parameter.detach().contiguous().view(torch.uint8), want[name].contiguous().view(torch.uint8)
                 ):
@@ -214,7 +219,7 @@ def case_evaluation_and_probe(rank: Rank) -> dict[str, Any]:
         running.train()
         answer = job.strategy.inside(job.wrapped, partial(answer_with, running.model))
         job.strategy.rest(job.wrapped)
-        held = zero_state.local_bytes(running.model)
+        held = zero_units.local_bytes(running.model)
         last = running.adapter()
         state = job.strategy.full_optimizer_state(job.optimizer)
         run_probe(job, first_step=1)
@@ -302,3 +307,20 @@ def case_other_ages(rank: Rank) -> dict[str, Any]:
             messages.append(str(error))
     strategy.close()
     return {"messages": json.loads(json.dumps(messages))}
+
+
+def case_layer_by_layer(rank: Rank) -> dict[str, Any]:
+    """Each layer partitioned before the next is read: no rank ever holds the whole base."""
+    base = BaseSource("tiny", Path(os.environ["TINY_UNTIED"]), "folder", None)
+    lora = LoraSection(r=4, lora_alpha=8)
+    strategy = zero(3)
+    held: list[int] = []
+
+    def take(name: str, layer: Any) -> None:
+        strategy.take_layer(name, layer)
+        held.append(zero_units.local_bytes(layer)["frozen"])
+
+    filled = load_layer_by_layer(base, lora, on_layer=take, seed=0, dtype=torch.float32)
+    give_b(filled.model)
+    running = start(Setting(), strategy, model=filled.model, head=filled.head)
+    return {**finish(rank, running), "layers": held}

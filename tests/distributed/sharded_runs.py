@@ -18,6 +18,7 @@ from frugal.config import LoraSection, TrainSection
 from frugal.data import TokenDataset
 from frugal.memory.checkpoint import CheckpointHandle, apply_activation_checkpointing
 from frugal.models.attention import use_attention
+from frugal.models.head import HeadSpec
 from frugal.models.load import load_base
 from frugal.models.source import BaseSource
 from frugal.models.swap import swap_modules
@@ -68,12 +69,17 @@ def tiny(setting: Setting) -> nn.Module:
     ).model
     if setting.fused:
         swap_modules(model, compute_dtype=setting.dtype)
+    give_b(model)
+    return model
+
+
+def give_b(model: nn.Module) -> None:
+    """Seeded numbers in all B matrices."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
 
 
 def rows(targets: Sequence[int] = TARGETS, seed: int = 0) -> TokenDataset:
@@ -117,9 +123,11 @@ def start(
     scratch: Path | None = None,
     data: TokenDataset | None = None,
     eval_rows: TokenDataset | None = None,
+    model: Any = None,
+    head: HeadSpec | None = None,
     **job: Any,
 ) -> Running:
-    """Everything up to the first step."""
+    """Everything up to the first step. ``model`` and its ``head``: a loaded one instead of the setting's."""
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     strategy = strategy or replicated(accelerator.device)
     data = data or rows()
@@ -136,8 +144,8 @@ def start(
             **setting.train,
         }
     )
-    model = tiny(setting)
-    module = LossModule(model)
+    model = tiny(setting) if model is None else model
+    module = LossModule(model, head=head)
     wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), section))
     handle = apply_activation_checkpointing(model, setting.policy, scratch_dir=scratch)  # type: ignore[arg-type]
     plan = make_plan(section, rows=len(data), world_size=strategy.world_size)

@@ -29,7 +29,7 @@ NAMES = [
     "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload", "zero2_masked", "zero3_masked",
     "zero2_odd", "zero3_odd", "zero3_tied", "zero2_groups", "zero3_groups", "zero2_one_micro", "zero3_one_micro",
     "zero3_half", "zero3_from_one", "zero1_from_one", "zero2_from_zero3", "zero3_odd_from_one", "bytes", "every_dtype",
-    "evaluation_and_probe", "loss_scaling", "not_finite", "other_ages",
+    "evaluation_and_probe", "loss_scaling", "not_finite", "other_ages", "layer_by_layer",
 ]  # fmt: skip
 """In one launch; those that go on from what another wrote come after it."""
 
@@ -182,6 +182,16 @@ def test_bytes(two: Outcomes) -> None:
         assert three["frozen"] < 0.51 * whole["frozen"]
         assert three["trained"] < 0.51 * whole["trained"]
         assert three["gradients"] < 0.51 * whole["trained"]
+
+
+def test_a_base_that_no_rank_ever_holds(two: Outcomes, plain: Alone) -> None:
+    out = two["layer_by_layer"]
+    check(out, plain)
+    for report in out.reports:
+        assert report["held"] == two["zero3"].reports[0]["held"]
+        layers = report["layers"]
+        assert len(layers) == 4
+        assert sum(layers) < report["held"]["frozen"], "a layer's frozen part was cut before the next was read"
 
 
 def test_nothing_is_cast(two: Outcomes) -> None:
