@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,26 +77,37 @@ class Roster:
     def meet(self) -> None:
         """Return when every process has called this, however long one takes.
 
-        Raises ProcessLost when one ends, or leaves with an error, before it came.
+        Rank 0, in whose process the store may live, returns last: nobody still asks the store when it does.
+        Raises ProcessLost when a process ends, or leaves with an error, before it came.
         """
         self._meetings += 1
-        self._store.set(f"meet/{self._meetings}/{self.rank}", "")
-        waited = 0.002
-        missing = list(range(self.world_size))
+        number = self._meetings
+        try:
+            if number > 2:  # everyone has left that one
+                for kind in ("meet", "seen"):
+                    self._store.delete_key(f"{kind}/{number - 2}/{self.rank}")
+            self._store.set(f"meet/{number}/{self.rank}", "")
+            self._await(f"meet/{number}", range(self.world_size))
+            if self.rank == 0:
+                self._await(f"seen/{number}", range(1, self.world_size))
+            else:
+                self._store.set(f"seen/{number}/{self.rank}", "")
+        except torch.distributed.DistError as error:
+            raise ProcessLost(self._without_store(error)) from error
+
+    def _await(self, key: str, ranks: Iterable[int]) -> None:
+        """Return when all these ranks have set ``key``/<rank>."""
+        seconds = 0.002
+        missing = list(ranks)
         while missing:
-            try:
-                missing = [other for other in missing if not self._store.check([f"meet/{self._meetings}/{other}"])]
-                # what came before it was looked for does not count as lost
-                lost = self.lost(missing) if missing and waited > 0.05 else None
-            except torch.distributed.DistError as error:
-                raise ProcessLost(self._without_store(error)) from error
-            if lost is not None and not self._store.check([f"meet/{self._meetings}/{lost[0]}"]):
+            # looked for before the key: what a rank set before it ended counts
+            lost = self.lost(missing) if seconds > 0.05 else None
+            missing = [other for other in missing if not self._store.check([f"{key}/{other}"])]
+            if lost is not None and lost[0] in missing:
                 raise ProcessLost(lost[1])
             if missing:
-                time.sleep(waited)
-                waited = min(waited * 1.5, _LONGEST_POLL)
-        if self._meetings > 1:  # all are here, so all have seen the meeting before
-            self._store.delete_key(f"meet/{self._meetings - 1}/{self.rank}")
+                time.sleep(seconds)
+                seconds = min(seconds * 1.5, _LONGEST_POLL)
 
     def leaving(self, error: BaseException) -> None:
         """Tell the others why this process leaves."""
