@@ -66,6 +66,8 @@ class MeterDispatch(TorchDispatchMode):
             returns = func._schema.returns
             aliases = self.aliases[func] = any(r.alias_info is not None for r in returns)
         self.meter._seen(out, func, _storages((args, kwargs)) if aliases else None)
+        if func.namespace == "fsdp":  # it gathers into storages that it empties and fills without any operation
+            self.meter._watch(tree_iter((args, kwargs)), func)
         return out
 
     def _is_composite(self, func: Any) -> bool:
@@ -142,6 +144,7 @@ class LiveBytesMeter:
         self._live: dict[int, _Record] = {}
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._records: list[_Record] = []
+        self._watched: set[int] = set()
         self._clock = 0
         self._total = self._start = self._end = 0
         self._peak = self._peak_clock = 0
@@ -247,6 +250,8 @@ class LiveBytesMeter:
 
     def _seen(self, out: Any, func: Any, sources: set[int] | None) -> None:
         """``sources``: storages of the inputs of an operation that may return a view of one of them."""
+        if self._watched:
+            self._look_again()
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and not self._in_backward:
             for left in self._live.values():
@@ -257,11 +262,37 @@ class LiveBytesMeter:
         for tensor in (stored for x in found if isinstance(x, torch.Tensor) for stored in self._stored(x)):
             record = self._live.get(_key(tensor))
             if record is not None:
-                self._resized(tensor, record)
+                self._resized(_storage(tensor), record)
             elif sources is not None and _key(tensor) in sources:  # a view of what was there before the region
                 self._add(tensor, INPUTS, ("", "", "existing"), existing=True)
             else:
                 self._add(tensor, TEMPORARIES, self._site(func, in_backward))
+
+    def _watch(self, values: Iterable[Any], func: Any) -> None:
+        """Follow the sizes of these tensors' storages from now on."""
+        for tensor in values:
+            if isinstance(tensor, torch.Tensor) and _storage(tensor).nbytes():
+                if _key(tensor) not in self._live:
+                    self._add(tensor, TEMPORARIES, self._site(func, self._in_backward))
+                record = self._live[_key(tensor)]
+                if record.category == INPUTS and _key(tensor) not in self._watched:
+                    self._was_not_there(record, func)
+                self._resized(_storage(tensor), record)
+                self._watched.add(_key(tensor))
+
+    def _was_not_there(self, record: _Record, func: Any) -> None:
+        """It was empty when the region began, and a view of it was seen before the operation that tells."""
+        record.born, record.category, record.site = self._clock, TEMPORARIES, self._site(func, self._in_backward)
+        self._start -= record.nbytes
+        self._peak = max(self._peak - record.nbytes, self._total)
+
+    def _look_again(self) -> None:
+        for key in list(self._watched):
+            storage = self._refs[key]() if key in self._refs else None
+            if storage is None:
+                self._watched.discard(key)
+            else:
+                self._resized(storage, self._live[key])
 
     def _site(self, func: Any, in_backward: bool) -> tuple[str, str, Any]:
         node = torch._C._current_autograd_node() if in_backward else None
@@ -272,7 +303,7 @@ class LiveBytesMeter:
         return owner, str(node.name()), func
 
     def _add(self, tensor: torch.Tensor, category: str, site: tuple[str, str, Any], existing: bool = False) -> None:
-        storage = tensor.untyped_storage()
+        storage = _storage(tensor)
         key, nbytes = storage._cdata, storage.nbytes()
         if not nbytes:
             return
@@ -296,12 +327,16 @@ class LiveBytesMeter:
         if self.limit_bytes is not None and self._total > self.limit_bytes and self._dispatch is not None:
             raise OutOfBudget(f"{self._total:,} live bytes, the budget is {self.limit_bytes:,}")
 
-    def _resized(self, tensor: torch.Tensor, record: _Record) -> None:
-        nbytes = tensor.untyped_storage().nbytes()
+    def _resized(self, storage: torch.UntypedStorage, record: _Record) -> None:
+        """A storage that was emptied, filled or enlarged is another one of the same kind."""
+        nbytes = storage.nbytes()
         if nbytes != record.nbytes:
+            record.died = self._clock
+            self._total -= record.nbytes
             self._clock += 1
-            grown, record.nbytes = nbytes - record.nbytes, nbytes
-            self._grow(grown)
+            self._live[storage._cdata] = _Record(nbytes, self._clock, record.category, record.site)
+            self._records.append(self._live[storage._cdata])
+            self._grow(nbytes)
 
     def _freed(self, key: int, _: object = None) -> None:
         record = self._live.pop(key, None)
@@ -368,8 +403,14 @@ def _cpu() -> torch.device:
     return torch.device("cpu")
 
 
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Of a DTensor what this process holds of it."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.untyped_storage()
+
+
 def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(_storage(tensor)._cdata)
 
 
 def _site_names(site: tuple[str, str, Any]) -> tuple[str, str]:

@@ -41,6 +41,7 @@ class Units:
     layer_name: str
     """Module name of the layers, numbers as *."""
     embedding_name: str
+    head_name: str
     state_ratio: float
     """Optimizer state, as bytes of a byte that is trained."""
 
@@ -86,9 +87,14 @@ def units_of(built: Built, layers: int) -> Units:
         root_trained=sum(p.nbytes for p in root if p.requires_grad),
         buffers=buffers - in_layers + in_layers * layers // len(found),
         layer_name=_starred(next(iter(named))),
-        embedding_name=next((_starred(name) for name, part in module.named_modules() if part is embedding), ""),
+        embedding_name=_name_of(embedding, module),
+        head_name=_name_of(head, module),
         state_ratio=built.state_bytes() / max(trained, 1),
     )
+
+
+def _name_of(part: nn.Module | None, module: nn.Module) -> str:
+    return next((_starred(name) for name, each in module.named_modules() if each is part), "")
 
 
 def _starred(name: str) -> str:
@@ -175,10 +181,12 @@ class Sharing:
             "all": units.root,
             # the layer, torch's flat buffer it was cut from, and the next layer's
             "layer in forward": (3 if flat else 2) * units.layer,
-            # the layer, the flat buffer of the one before, and the gradients of this one on their way
-            "layer in backward": 2 * units.layer + 2 * units.layer_trained,
+            # the layer, the flat buffer of the one before, and a layer's gradients on their way; those that have waited
+            # for the end of a window are whole and counted as gradients
+            "layer in backward": 2 * units.layer + (0 if self.accumulation > 1 else 2 * units.layer_trained),
             "embedding": (2 if flat else 1) * units.embedding,
-            "head": (2 if flat else 1) * units.head,
+            "head": units.head,
+            "head arriving": (2 if flat else 1) * units.head,
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -228,6 +236,10 @@ class Sharing:
             found += gathered["layer in backward"]
         elif module.startswith(self.units.layer_name):
             found += gathered.get("layer in forward", 0)
-        else:
-            found += gathered.get("embedding" if module == self.units.embedding_name else "head", 0)
+        elif module == self.units.embedding_name:
+            found += gathered.get("embedding", 0)
+        elif module in ("", self.units.head_name):
+            found += gathered.get("head", 0)
+        else:  # the last norm: after it the head arrives, with torch's flat buffer beside it
+            found += gathered.get("head arriving", 0)
         return float(found)
