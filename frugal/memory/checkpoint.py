@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +58,11 @@ def apply_activation_checkpointing(
         handle.store = DiskStore(scratch_dir)
     for index, (name, layer) in enumerate(layers.items()):
         store = handle.store if index < len(layers) - 1 else None
-        handle.attach(layer, LayerCheckpoint(name, layer, store))
+        checkpoint = LayerCheckpoint(name, layer, store)
+        if "pre_bwd_fn" in vars(layer):  # a unit of DeepSpeed's ZeRO-3
+            handle.attach_inside(layer, checkpoint)
+        else:
+            handle.attach(layer, checkpoint)
     # Models look at their own flag to leave the key/value cache off.
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing") and not isinstance(module, GradientCheckpointingLayer):
@@ -105,10 +110,24 @@ class CheckpointHandle:
         self._attached.append((module, before))
         vars(module).update({"gradient_checkpointing": True, _FUNC: function})
 
+    def attach_inside(self, layer: nn.Module, checkpoint: LayerCheckpoint) -> None:
+        """Checkpoint a layer inside its own hooks: those of an engine run once in forward and once in backward.
+
+        They gather the layer's parameters, and reduce its gradients when the layer's backward pass is over. Inside the
+        recomputation they would reduce gradients that are not there yet.
+        """
+        self._attached.append((layer, {"forward": vars(layer)["forward"]} if "forward" in vars(layer) else {}))
+        plain = layer.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return checkpoint(partial(plain, **kwargs), *args) if layer.training else plain(*args, **kwargs)
+
+        vars(layer)["forward"] = forward
+
     def close(self) -> None:
         """Undo everything; safe to call twice."""
         for module, before in self._attached:
-            for key in ("gradient_checkpointing", _FUNC):
+            for key in ("gradient_checkpointing", _FUNC, "forward"):
                 vars(module).pop(key, None)
             vars(module).update(before)
         self._attached.clear()

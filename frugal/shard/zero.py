@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -45,6 +46,9 @@ class Zero(Strategy):
         super().__init__(device)
         require_deepspeed(device)
         check_given(given or {}, settings, world_size=self.world_size)
+        # two names of torch's that DeepSpeed still calls, each time
+        names = "(all_gather_into_tensor|reduce_scatter_tensor)"
+        warnings.filterwarnings("ignore", message=rf".*{names}.* is deprecated", category=FutureWarning)
         # accelerate tells transformers about ZeRO-3, which would then build models partitioned and leave weights out
         unset_hf_deepspeed_config()
         self.settings, self.given = settings, given

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from sharded_runs import GLOBAL_BATCH, Running, Setting, give_b, rows, rows_masked_for_some, start
+from torch.distributed.tensor.debug import CommDebugMode
 from worker import Rank
 
 from frugal.config import LoraSection
 from frugal.errors import CheckpointError, FrugalError
 from frugal.meter_report import optimizer_tensors
+from frugal.models.held import decoder_layers
 from frugal.models.source import BaseSource
 from frugal.save.tensors import read_tensors, write_tensors
 from frugal.shard import zero_state, zero_units
@@ -23,7 +25,9 @@ from frugal.shard.state import OptimizerState
 from frugal.shard.strategy import Strategy
 from frugal.shard.zero import Zero
 from frugal.shard.zero_config import ZeroSettings
+from frugal.train.evaluate import to_device
 from frugal.train.job import LoopState
+from frugal.train.loop import _collate
 from frugal.train.probe import run_probe
 
 CPU = torch.device("cpu")
@@ -34,7 +38,7 @@ ODD = Setting(
 TIED = Setting(folder="TINY_TIED", new_token_ids=(290, 295))
 LORA_PLUS = Setting(train={"loraplus_lr_ratio": 2.0}, policy="none")
 """Several groups: each is a flat partition of its own."""
-MICRO = Setting(micro=4, policy="none")
+MICRO = Setting(micro=4, policy="offload")
 """A window of one micro-batch: reduced during its backward pass."""
 HALF_WAY = 5
 
@@ -164,6 +168,27 @@ def case_zero3_odd_from_one(rank: Rank) -> dict[str, Any]:
     return go_on(rank, ODD, zero(3), "alone_odd", "half")
 
 
+def case_gathers(rank: Rank) -> dict[str, Any]:
+    """Gathers of one micro-batch under ZeRO-3, without and with recomputation, once the engine knows the order."""
+    out: dict[str, Any] = {}
+    for policy in ("none", "recompute", "offload"):
+        running = start(Setting(policy=policy, steps=3), zero(3))
+        running.train()
+        batch = to_device(_collate(running.job, [rank.rank], 0), CPU)
+        wrapped, strategy = running.job.wrapped, running.job.strategy
+        with CommDebugMode() as comm, strategy.accumulating(wrapped, True):
+            loss, count = wrapped(batch)
+            strategy.backward(loss / count, torch.amp.GradScaler("cpu", enabled=False))
+        counts = {str(op).split(".")[1]: number for op, number in comm.get_comm_counts().items()}
+        strategy.zero_grad(running.job.optimizer)
+        strategy.rest(wrapped)
+        out[policy] = {"counts": counts, "losses": running.losses()}
+        strategy.close()
+        running.handle.close()
+        assert "forward" not in vars(next(iter(decoder_layers(running.model).values())))
+    return out
+
+
 def case_bytes(rank: Rank) -> dict[str, Any]:
     """What this rank holds, whole and under each stage, after two steps."""
     out: dict[str, Any] = {}
@@ -247,23 +272,32 @@ def answer_with(model: Any) -> torch.Tensor:
 
 
 def case_loss_scaling(rank: Rank) -> dict[str, Any]:
-    """A scale that overflows at first: steps are left out, and the scale falls, as with one process."""
+    """An overflow on one rank leaves out the step on all, and the scale falls."""
     out: dict[str, Any] = {}
     for stage in (2, 3):
         running = start(Setting(policy="none", steps=6), zero(stage), loss_scaling=True)
-        end = running.train(overflowing())
-        out[str(stage)] = {"records": running.records, "skipped": end.skipped_steps}
+        if rank.rank == 1:
+            overflow_in_third_step(running)
+        end = running.train()
+        scale = end.loss_scaling["scale"]
+        out[str(stage)] = {"records": running.records, "skipped": end.skipped_steps, "scale": scale}
+        found = running.adapter()
         if rank.rank == 0:
-            rank.save(running.adapter(), str(stage))
-        else:
-            running.adapter()
+            rank.save(found, str(stage))
         running.job.strategy.close()
     return out
 
 
-def overflowing() -> LoopState:
-    scale = {"scale": 2.0**128, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-    return LoopState(loss_scaling={**scale, "scale": 1.5 * 2.0**127, "_growth_tracker": 0})
+def overflow_in_third_step(running: Running) -> None:
+    """Let the gradients of one micro-batch become infinite on their way back."""
+    calls = [0]
+
+    def spoil(module: Any, args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        calls[0] += 1
+        if calls[0] == 2 * running.job.train.gradient_accumulation_steps + 1:
+            output[0].register_hook(lambda gradient: gradient * float("inf"))
+
+    running.job.module.register_forward_hook(spoil)
 
 
 def case_not_finite(rank: Rank) -> dict[str, Any]:
