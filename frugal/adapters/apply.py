@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from frugal.adapters.held import needs_weights
+from frugal.adapters.held import magnitudes_to_come, needs_weights, start_magnitudes
+from frugal.adapters.masters import masters_float32
 from frugal.adapters.targets import PatternRow, Scale, Targets, resolve_targets
 from frugal.config import LoraSection
 from frugal.errors import ConfigError, UnsupportedError
@@ -66,11 +67,12 @@ def apply_adapters(
     refuse_adapted(model)
     _refuse_start(model, lora, quantize)
     targets = resolve_targets(model, lora)
-    if is_held(model) and (reason := needs_weights(lora, targets, decoder_layers(model))):
+    held = decoder_layers(model) if is_held(model) else {}
+    if held and (reason := needs_weights(lora, targets, held)):
         raise UnsupportedError(cannot_hold(reason))
     config = _lora_config(model, lora, targets, new_token_ids)
     prepare_trained(model, targets.modules_to_save, trains_tokens=config.trainable_token_indices is not None)
-    peft_model = inject(model, config, seed=seed)
+    peft_model, to_come = _inject(model, config, held, seed)
     remember_start(peft_model)
     for name, wanted in targets.layers.items():
         layer = peft_model.base_model.model.get_submodule(name)
@@ -78,7 +80,20 @@ def apply_adapters(
         if got != wanted:
             raise AssertionError(f"{name}: PEFT gave {got}, the configuration says {wanted}")
     count = sum(parameter.numel() for parameter in peft_model.parameters() if parameter.requires_grad)
-    return Applied(peft_model, targets.table, targets.layers, count)
+    return Applied(peft_model, targets.table, targets.layers, count + to_come)
+
+
+def _inject(
+    model: PreTrainedModel, config: LoraConfig, held: Mapping[str, nn.Module], seed: int
+) -> tuple[PeftModel, int]:
+    """The adapted model, and how many trained values come when ``held`` layers are filled (`start_magnitudes`)."""
+    if not held or not config.use_dora:
+        return inject(model, config, seed=seed), 0
+    config.use_dora = False  # its magnitudes are norms of the base's rows
+    peft_model = inject(model, config, seed=seed)
+    config.use_dora = peft_model.peft_config["default"].use_dora = True
+    start_magnitudes(peft_model, config, leave=decoder_layers(peft_model))
+    return peft_model, magnitudes_to_come(held.values())
 
 
 def refuse_adapted(model: nn.Module) -> None:
@@ -227,20 +242,6 @@ def inject(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, adapter
     _cast_tied_heads(peft_model)
     masters_float32(peft_model)
     return peft_model
-
-
-def masters_float32(model: nn.Module) -> None:
-    """Make everything that belongs to an adapter float32, frozen or not. Call it after adding or loading one."""
-    for module in model.modules():
-        parts: list[Any] = []
-        if isinstance(module, BaseTunerLayer):
-            parts = [getattr(module, name, None) for name in module.adapter_layer_names]
-        elif isinstance(module, ModulesToSaveWrapper):
-            parts = [module.modules_to_save]
-        for part in parts:
-            for parameter in part.parameters() if isinstance(part, nn.Module) else []:
-                if parameter.is_floating_point() and parameter.dtype != torch.float32:
-                    parameter.data = parameter.data.float()
 
 
 def _cast_tied_heads(model: nn.Module) -> None:

@@ -17,11 +17,11 @@ from frugal.adapters.apply import (
     START,
     adapter_state,
     inject,
-    masters_float32,
     prepare_trained,
     refuse_adapted,
     remember_start,
 )
+from frugal.adapters.masters import masters_float32
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
 from frugal.files import atomic_path, read_json, write_json
 from frugal.models.tensor_file import write_tensors

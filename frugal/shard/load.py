@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from frugal.adapters import Applied, apply_adapters
-from frugal.adapters.held import needs_weights
+from frugal.adapters.held import needs_weights, start_magnitudes
 from frugal.adapters.targets import resolve_targets
 from frugal.config import LoraSection
 from frugal.errors import UnsupportedError
@@ -105,6 +105,8 @@ def load_layer_by_layer(
         head = split_head(applied.model)
     for name, waiting in layers.items():
         layer = held.fill(waiting)
+        if lora.use_dora:
+            start_magnitudes(layer, applied.model.peft_config["default"])
         if swaps is not None:
             swaps.extend(swap(only=name))
         on_layer(name, layer)
