@@ -31,18 +31,20 @@ def source(name: str) -> BaseSource:
     return BaseSource(name, Path(os.environ["FRUGAL_TEST_MODELS"]) / name, "folder", None)
 
 
-def ordinary(base: BaseSource, quantize: Any) -> nn.Module:
+def ordinary(base: BaseSource, quantize: Any, lora: LoraSection = LORA) -> nn.Module:
     loaded = load_base(base, quantize=quantize)
     use_attention(loaded.model)
-    applied = apply_adapters(loaded.model, LORA, seed=3, quantize=quantize)
+    applied = apply_adapters(loaded.model, lora, seed=3, quantize=quantize)
     swap_modules(applied.model, compute_dtype=torch.float32)
     return LossModule(applied.model)
 
 
-def sharded(base: BaseSource, quantize: Any, fused: bool = True) -> tuple[FilledModel, FullyShard, nn.Module]:
+def sharded(
+    base: BaseSource, quantize: Any, fused: bool = True, lora: LoraSection = LORA
+) -> tuple[FilledModel, FullyShard, nn.Module]:
     strategy = FullyShard(CPU)
     filled = load_layer_by_layer(
-        base, LORA, on_layer=strategy.take_layer, seed=3, quantize=quantize, dtype=torch.float32, fused=fused
+        base, lora, on_layer=strategy.take_layer, seed=3, quantize=quantize, dtype=torch.float32, fused=fused
     )
     module = LossModule(filled.model, head=filled.head)
     wrapped, _ = strategy.prepare(module, lambda: SGD([p for p in module.parameters() if p.requires_grad], lr=1.0))
@@ -54,10 +56,10 @@ def batch(rank: int = 0) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
 
 
-def _compare(rank: Rank, name: str, quantize: Any) -> dict[str, Any]:
+def _compare(rank: Rank, name: str, quantize: Any, lora: LoraSection = LORA) -> dict[str, Any]:
     base = source(name)
-    _, strategy, wrapped = sharded(base, quantize)
-    want = ordinary(base, quantize)
+    _, strategy, wrapped = sharded(base, quantize, lora=lora)
+    want = ordinary(base, quantize, lora)
     tensors: dict[str, Tensor] = {**dict(wrapped.module.named_parameters()), **dict(wrapped.module.named_buffers())}
     wanted: dict[str, Tensor] = {**dict(want.named_parameters()), **dict(want.named_buffers())}
     different = [key for key, value in wanted.items() if not torch.equal(whole(tensors[key], CPU), value)]
@@ -98,6 +100,10 @@ def case_gemma2_nf4(rank: Rank) -> dict[str, Any]:
 
 def case_phi3_nf4(rank: Rank) -> dict[str, Any]:
     return _compare(rank, "phi3", "nf4")
+
+
+def case_llama_dora_nf4(rank: Rank) -> dict[str, Any]:
+    return _compare(rank, "llama", "nf4", LoraSection(r=4, lora_alpha=8, use_dora=True))
 
 
 def _peak(quantize: Any, fused: bool) -> dict[str, Any]:

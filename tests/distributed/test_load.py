@@ -8,7 +8,7 @@ from harness import Outcomes, run_cases
 
 from frugal.models.families import tiny_model
 
-SAME = ["llama_tied_nf4", "llama_untied_none", "gemma2_nf4", "phi3_nf4"]
+SAME = ["llama_tied_nf4", "llama_untied_none", "gemma2_nf4", "phi3_nf4", "llama_dora_nf4"]
 PEAK = ["peak_nf4", "peak_nf4_proven", "peak_none"]
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}
 
@@ -21,7 +21,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
         ("llama", "llama", {"hidden_size": 64, "head_dim": 16}),
         ("gemma2", "gemma2", {"hidden_size": 64, "head_dim": 16}),
         ("phi3", "phi3", {"hidden_size": 64, "head_dim": 16}),
-        ("deep", "mistral", {**WIDE, "num_hidden_layers": 12}),
+        ("deep", "mistral", {**WIDE, "num_hidden_layers": 8}),
     ):
         tiny_model(family, **changes).to(torch.bfloat16).save_pretrained(models / name)
     return run_cases(tmp_path_factory.mktemp("load"), "cases_load", SAME + PEAK, FRUGAL_TEST_MODELS=str(models))
