@@ -158,9 +158,16 @@ class FullyShard(Strategy):
     # ---- beside steps ------------------------------------------------------------------------------------------------
 
     def inside(self, wrapped: nn.Module, action: Callable[[], T]) -> T:
-        with torch.no_grad():
-            found: T = wrapped(action=action)
         self.rest(wrapped)
+        # PEFT trains nothing while adapters are off, and says so on what is gathered in there: here are the shards
+        trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+        try:
+            with torch.no_grad():
+                found: T = wrapped(action=action)
+        finally:
+            self.rest(wrapped)
+            for parameter in trained:
+                parameter.requires_grad_(True)
         return found
 
     def rest(self, wrapped: nn.Module) -> None:
