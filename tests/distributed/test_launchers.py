@@ -1,0 +1,253 @@
+"""`accelerate launch` with each file of configs/accelerate, and torchrun: what one process trains, and how they end."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import runs
+import torch
+import yaml
+from harness import ROOT, free_port, group_environment
+from safetensors.torch import load_file
+
+from frugal.files import read_json
+from frugal.run import train
+from frugal.save.checkpoint import find_latest
+from frugal.save.merge import merge
+from frugal.train.log import read_log
+
+WITH_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs frugal[deepspeed]")
+STRATEGIES = ["ddp", "fsdp2", *(pytest.param(name, marks=WITH_DEEPSPEED) for name in ("zero2", "zero3"))]
+ENVIRONMENT = {key: value for key, value in group_environment(2).items() if not key.endswith("_SIZE")}
+del ENVIRONMENT["MASTER_ADDR"], ENVIRONMENT["MASTER_PORT"], ENVIRONMENT["ACCELERATE_USE_CPU"]
+
+
+def accelerate_launch(name: str, *arguments: str, world: int = 2) -> list[str]:
+    """As in the documentation; the port is one that no other test uses."""
+    return [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(world)),
+        *("--config_file", str(ROOT / "configs" / "accelerate" / f"{name}.yaml"), "--main_process_port"),
+        *(str(free_port()), "-m", "frugal", *arguments),
+    ]
+
+
+def torchrun(*arguments: str, world: int = 2) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world), "--master_port"),
+        *(str(free_port()), "-m", "frugal", *arguments),
+    ]
+
+
+def launched(command: list[str], timeout: float = 300) -> str:
+    """Run a launcher to its end; what it and its ranks wrote."""
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        env=ENVIRONMENT,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+class Runs:
+    """Configurations of the same run under other folders, and that run by one process."""
+
+    def __init__(self, root: Path, base: Path) -> None:
+        self.root, self.base = root, base
+        self.rows = runs.write_rows(root / "rows.jsonl", 22)
+        self.one = root / "one"
+        train(self.config("one"))
+
+    def config(self, name: str, world: int = 1, /, **train_section: Any) -> dict[str, Any]:
+        """Global batch 4, 6 steps, of which the last is short; quantised."""
+        return runs.config(
+            self.base,
+            self.rows,
+            self.root / name,
+            model={"quantize": "nf4"},
+            lora={"lora_dropout": 0.0},
+            train={
+                "num_train_epochs": 1,
+                "gradient_accumulation_steps": 4 // world,
+                "learning_rate": 3e-3,
+                **train_section,
+            },
+            output={"save_steps": 3, "save_total_limit": None},
+        )
+
+    def file(self, name: str, world: int = 2, /, **train_section: Any) -> Path:
+        path = self.root / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(self.config(name, world, **train_section)), encoding="utf-8")
+        return path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, make_tiny_llama: Callable[..., Path]) -> Runs:
+    return Runs(tmp_path_factory.mktemp("launchers"), make_tiny_llama(tie_word_embeddings=False))
+
+
+def same(folder: Path, other: Path) -> None:
+    """Row order, losses and final adapter."""
+    mine, theirs = runs.records(folder), runs.records(other)
+    assert [record["rows_sha256"] for record in mine] == [record["rows_sha256"] for record in theirs]
+    assert [record["loss"] for record in mine] == pytest.approx([record["loss"] for record in theirs], abs=1e-5)
+    a, b = (load_file(each / "adapter_model.safetensors") for each in (folder, other))
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        torch.testing.assert_close(tensor, b[name], rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_accelerate_launch_then_one_process_then_merge(made: Runs, name: str) -> None:
+    """Two processes, stopped halfway as it were, one goes on; everything is what one process does alone."""
+    launched(accelerate_launch(name, "train", str(made.file(name))))
+    two = made.root / name
+    same(two, made.one)
+    assert read_json(two / "manifest.json")["device"]["processes"] == 2
+    assert read_json(two / "manifest.json")["implementations"]["strategy"]["chosen"] == name
+
+    folder = made.root / f"{name}-on-one"
+    folder.mkdir()
+    shutil.copytree(two / "checkpoint-3", folder / "checkpoint-3")
+    shutil.copy(two / "train_log.jsonl", folder)
+    train(made.config(f"{name}-on-one"), resume=True)
+    same(folder, made.one)
+    merge(folder, made.root / f"{name}-merged", dtype="float32")
+    if not (made.root / "one-merged").exists():
+        merge(made.one, made.root / "one-merged", dtype="float32")
+    a, b = (load_file(made.root / f"{each}-merged" / "model.safetensors") for each in (name, "one"))
+    assert a.keys() == b.keys()
+    for key, tensor in a.items():
+        torch.testing.assert_close(tensor, b[key], rtol=0, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("name", ["fsdp2_offload", pytest.param("zero3_offload", marks=WITH_DEEPSPEED)])
+def test_offload(made: Runs, name: str) -> None:
+    launched(accelerate_launch(name, "train", str(made.file(name))))
+    same(made.root / name, made.one)
+
+
+def test_torchrun_with_a_strategy_of_the_configuration(made: Runs) -> None:
+    text = launched(
+        torchrun("train", str(made.file("torchrun")), "distributed.strategy=fsdp2", "distributed.shard_base=true")
+    )
+    same(made.root / "torchrun", made.one)
+    assert "2 processes, fsdp2" in text
+
+
+def test_a_launcher_that_starts_one_process_is_refused(made: Runs) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "frugal"),
+            *("train", str(made.file("alone"))),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=ENVIRONMENT,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "accelerate launch was asked for several processes and started one" in done.stderr
+    assert not (made.root / "alone").exists()
+
+
+def test_two_engines_are_a_contradiction(made: Runs) -> None:
+    command = accelerate_launch("fsdp2", "train", str(made.file("both")), "distributed.strategy=ddp")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=ENVIRONMENT, check=False)
+    assert done.returncode != 0
+    assert "distributed.strategy: ddp, but accelerate was started for fsdp2" in done.stderr
+
+
+class Started:
+    """A launcher that runs, and its ranks."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self.log = folder / "train_log.jsonl"
+        self.output = folder.parent / f"{folder.name}.txt"
+        with open(self.output, "w", encoding="utf-8") as stream:
+            self.process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=ENVIRONMENT, cwd=ROOT)
+
+    def wait_for_steps(self, count: int, timeout: float = 200) -> None:
+        until = time.monotonic() + timeout
+        while not (self.log.exists() and len(read_log(self.log)) >= count):
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < until, self.text()
+            time.sleep(0.05)
+
+    def rank(self, number: int) -> psutil.Process:
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            if child.environ().get("RANK") == str(number):
+                return child
+        raise AssertionError(f"no rank {number}: {self.text()}")
+
+    def text(self) -> str:
+        return self.output.read_text(encoding="utf-8", errors="replace")[-6000:]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[list[str], Path], Started]]:
+    started: list[Started] = []
+
+    def begin(command: list[str], folder: Path) -> Started:
+        started.append(Started(command, folder))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        left = psutil.Process(one.process.pid).children(recursive=True) if one.process.poll() is None else []
+        for process in [one.process, *left]:
+            process.kill()
+        one.process.wait()
+
+
+def test_a_signal_to_the_launcher_saves_once(made: Runs, start: Any) -> None:
+    file = made.file("stopped", max_steps=3000, num_train_epochs=1000)
+    folder = made.root / "stopped"
+    one = start(accelerate_launch("ddp", "train", str(file), "output.save_steps=100000"), folder)
+    one.wait_for_steps(4)
+    ranks = [one.rank(0), one.rank(1)]
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(timeout=60) != 0
+    _, left = psutil.wait_procs(ranks, timeout=10)
+    assert not left
+    checkpoints = list(folder.glob("checkpoint-*"))
+    assert len(checkpoints) == 1, one.text()
+    assert find_latest(folder) == checkpoints[0]
+    assert "Go on with --resume" in one.text()
+    assert read_json(folder / "manifest.json")["status"] == "interrupted"
+
+
+def test_a_killed_rank_ends_the_run_soon_and_is_named(made: Runs, start: Any) -> None:
+    file = made.file("killed", max_steps=3000, num_train_epochs=1000)
+    folder = made.root / "killed"
+    one = start(torchrun("train", str(file), "output.save_steps=2"), folder)
+    one.wait_for_steps(5)
+    first, second = one.rank(0), one.rank(1)
+    pid = second.pid
+    os.kill(pid, signal.SIGKILL)
+    begun = time.monotonic()
+    assert one.process.wait(timeout=60) != 0
+    assert time.monotonic() - begun < 45
+    _, left = psutil.wait_procs([first], timeout=5)
+    assert not left
+    assert f"process 1 of 2 (pid {pid} on" in one.text()
+    latest = find_latest(folder)
+    assert latest is not None
+    assert int(latest.name.removeprefix("checkpoint-")) >= 2
