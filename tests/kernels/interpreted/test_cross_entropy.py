@@ -11,6 +11,7 @@ from torch import Tensor
 from frugal.kernels.cross_entropy import cross_entropy_, plan_cross_entropy
 from frugal.kernels.cross_entropy_once import cross_entropy_once_, levels_shape, pays, plan_cross_entropy_once
 from frugal.kernels.launch import Launch
+from frugal.kernels.tiles import tile
 from tests.kernels.support import checked, close_to_exact
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -201,10 +202,11 @@ def test_who_is_read_once() -> None:
     assert not pays(32000, torch.bfloat16, cpu)
     assert pays(49152, torch.bfloat16, cpu)
     assert pays(32000, torch.float32, cpu)
-    assert levels_shape(torch.zeros(2, 9000)) == (2, 3)
-    with pytest.raises(ValueError, match="4 levels expected, got 3"):
-        plan_cross_entropy_once(torch.zeros(2, 8000), torch.zeros(2, dtype=torch.int64), *torch.zeros(2, 2),
-                                torch.zeros(3))  # fmt: skip
+    pieces = -(9000 // -tile("cross_entropy_once", torch.float32, cpu)["BLOCK"])
+    assert levels_shape(torch.zeros(2, 9000)) == (2, pieces)
+    with pytest.raises(ValueError, match=f"{2 * pieces} levels expected, got 1"):
+        plan_cross_entropy_once(torch.zeros(2, 9000), torch.zeros(2, dtype=torch.int64), *torch.zeros(2, 2),
+                                torch.zeros(1))  # fmt: skip
 
 
 def test_shapes_that_do_not_fit() -> None:
