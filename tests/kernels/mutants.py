@@ -25,7 +25,7 @@ os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 from attention_mutants import ATTENTION_MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 240  # of one fault: a kernel that never ends is caught too
+SECONDS = 240  # of CPU time for one fault: a kernel that never ends is caught too, a busy machine catches nothing
 
 # (file of frugal/kernels, its tests, what is wrong, text, replacement)
 MUTANTS: list[tuple[str, str, str, str, str]] = [
@@ -152,7 +152,7 @@ def passes(folder: Path, tests: str, file: str) -> bool:
     """Whether ``tests`` pass with the kernels in ``folder``, in a forked process."""
     child = os.fork()
     if child == 0:
-        signal.alarm(SECONDS)  # ends the child
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # ends the child
         code = 1
         try:
             os.chdir(folder)
