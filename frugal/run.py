@@ -180,7 +180,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         if state.step < plan.total_steps:
             record.memory(foreseen, probe(config, job, ladder, first_step=state.step), ladder)
         record.begin(accelerator, state.step)
-        with StopRequest(record.say) as stop:
+        with StopRequest(record.say) as stop, ranks.guarded():
             state = train_loop(job, Hooks(record.step, writer.save, stop, ladder.next), state)
 
         kept_best = config.output.keep_best and state.best_step is not None

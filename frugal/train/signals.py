@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from frugal.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
+from frugal.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, ProcessLost
 
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -48,6 +48,9 @@ class StopRequest:
         for number, handler in self._former.items():
             # None: the handler was not installed from Python and cannot be put back
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if self._former and isinstance(error, ProcessLost):
+            # the launcher sends SIGTERM to the processes that are left: not before this one has said why it ends
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._former.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
