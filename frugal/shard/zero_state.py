@@ -167,15 +167,15 @@ def full_state(
 
     meta: dict[str, Any] = {"optimizer": "AdamW", "parameters": dict(shapes), "numbers": {}, "on_host": []}
     tensors: dict[str, Tensor] = {}
-    states = [state for state in engine.optimizer.optimizer.state.values() if state]
-    if not states:
+    found = [(flat, state) for flat, state in engine.optimizer.optimizer.state.items() if state]
+    if not found:
         return OptimizerState({}, meta)
-    step: Tensor = states[0]["step"]
+    flat, step = found[0][0], found[0][1]["step"]
     _find_state_again(engine.optimizer)
     for name, parameter in trained.items():
         if writes:
             tensors[f"{name}|step"] = step.detach().cpu().clone()
-        if step.device != parameter.device:
+        if step.device != flat.device:
             meta["on_host"].append(f"{name}|step")
         for key in MOMENTS:
             full = safe_get_full_optimizer_state(parameter, key)

@@ -95,10 +95,6 @@ def case_zero3(rank: Rank) -> dict[str, Any]:
     return finish(rank, start(Setting(), zero(3)))
 
 
-def case_zero1_offload(rank: Rank) -> dict[str, Any]:
-    return finish(rank, start(Setting(policy="none"), zero(1, offload_optimizer=True)))
-
-
 def case_zero2_offload(rank: Rank) -> dict[str, Any]:
     return finish(rank, start(Setting(policy="none"), zero(2, offload_optimizer=True)))
 
@@ -131,10 +127,6 @@ def case_zero2_groups(rank: Rank) -> dict[str, Any]:
     return finish(rank, start(LORA_PLUS, zero(2)))
 
 
-def case_zero3_groups(rank: Rank) -> dict[str, Any]:
-    return finish(rank, start(LORA_PLUS, zero(3)))
-
-
 def case_zero2_one_micro(rank: Rank) -> dict[str, Any]:
     return finish(rank, start(MICRO, zero(2, MICRO)))
 
@@ -154,10 +146,6 @@ def case_zero3_half(rank: Rank) -> dict[str, Any]:
 
 def case_zero3_from_one(rank: Rank) -> dict[str, Any]:
     return go_on(rank, Setting(policy="none"), zero(3), "alone", "half")
-
-
-def case_zero1_from_one(rank: Rank) -> dict[str, Any]:
-    return go_on(rank, Setting(policy="none"), zero(1), "alone", "half")
 
 
 def case_zero2_from_zero3(rank: Rank) -> dict[str, Any]:
