@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -178,7 +179,8 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         ladder = start_ladder(config, job, handle, scratch_dir, foreseen, record.say)
         cleanup.callback(ladder.close)
         if state.step < plan.total_steps:
-            record.memory(foreseen, probe(config, job, ladder, first_step=state.step), ladder)
+            rehearse = partial(writer.rehearse, state)
+            record.memory(foreseen, probe(config, job, ladder, first_step=state.step, save=rehearse), ladder)
         record.begin(accelerator, state.step)
         with StopRequest(record.say) as stop, ranks.guarded():
             state = train_loop(job, Hooks(record.step, writer.save, stop, ladder.next), state)

@@ -131,12 +131,15 @@ def _advice(config: Config, found: Forecast) -> str:
     return f"About {tokens:,} tokens a micro-batch would fit: set data.max_length to that, or raise memory.budget."
 
 
-def probe(config: Config, job: Job, ladder: Ladder, *, first_step: int) -> ProbeResult:
-    """Probe until it fits, climbing down the ladder. Raises MemoryBudgetError at its end."""
+def probe(config: Config, job: Job, ladder: Ladder, *, first_step: int, save: Callable[[], None]) -> ProbeResult:
+    """Probe until it fits, climbing down the ladder; ``save`` writes a checkpoint and removes it.
+
+    Raises MemoryBudgetError at the ladder's end.
+    """
     limit = config.memory.budget_bytes if job.accelerator.device.type == "cpu" else None
     while True:
         try:
-            return run_probe(job, first_step=first_step, limit_bytes=limit)
+            return run_probe(job, first_step=first_step, limit_bytes=limit, save=save)
         except Exception as error:
             if not is_out_of_memory(error) or ranks.world_size() > 1:
                 raise
@@ -160,4 +163,7 @@ def measured_lines(found: Forecast, result: ProbeResult, taken: list[str]) -> li
     if result.eval_bytes and "evaluation" in found.plan.phases:
         foreseen = found.plan.phases["evaluation"].bytes
         shown.append(f"  evaluation: forecast {gb(foreseen)}, measured {gb(result.eval_bytes)}")
+    if result.save_bytes:
+        foreseen = found.plan.phases["save"].bytes
+        shown.append(f"  checkpoint: forecast {gb(foreseen)}, measured {gb(result.save_bytes)}")
     return shown

@@ -54,6 +54,11 @@ def make_planner(
     if tokens is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"max_length": tokens})})
     device = planned_device(config.model.dtype, gpu=gpu, vram=vram, host_ram=host_ram)
+    asked = config.distributed
+    if strategy is None and asked.strategy != "auto":
+        strategy = asked.strategy
+    if shard_base is None and asked.shard_base != "auto":
+        shard_base = bool(asked.shard_base)
     planner = Planner.of(
         config, device, world_size=world_size, strategy=strategy, shard_base=shard_base, gpus_per_host=gpus_per_host
     )

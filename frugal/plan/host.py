@@ -55,7 +55,7 @@ def host_bytes(sizes: Sizes, parts: list[Part]) -> dict[str, int]:
         "offloaded layer inputs": offloaded_bytes(sizes) if on_gpu and sizes.policy == "offload" else 0,
         "embedding table": sizes.embedding_bytes,
         "data": sizes.dataset_bytes,
-        "checkpoint being written": sizes.trained_bytes if on_gpu else 0,
+        "checkpoint being written": sizes.checkpoint_bytes if on_gpu else 0,
     }
 
 

@@ -29,6 +29,7 @@ __all__ = ["POLICIES", "Plan", "Planner", "Policy"]
 POLICIES: tuple[Policy, ...] = ("none", "recompute", "offload", "disk")
 """From the fastest to the leanest."""
 SHORTEST_LINE = 4096
+RNG_BYTES = 5056
 MOST_RUNS = 8
 CLOSE = 0.002
 """How near to the budget the longest row is looked for."""
@@ -228,7 +229,9 @@ class Planner:
         rest = sim.at_rest("steady_step", shape)
         _, parameters, trained = self._account(sim)
         load = self.load_peak(policy)
-        save = Peak(rest, {"at rest": rest}, "", "at rest")
+        # copies of the adapter and of generators' states are on the host, which on a CPU run is the device
+        copies = 4 * trained + RNG_BYTES if self.device.kind == "cpu" else 0
+        save = Peak(rest + copies, {"at rest": rest, "temporaries": copies}, "", "writing a checkpoint")
         ordered = {
             "load": load,
             **phases,

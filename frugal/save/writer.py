@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,9 +21,8 @@ from frugal.save.checkpoint import ADAPTER_FILE, CheckpointParts, LoadedCheckpoi
 from frugal.save.export_adapter import save_side_files
 from frugal.save.lock import RunLock
 from frugal.save.resume import config_hash
-from frugal.save.rotation import rotate
+from frugal.save.rotation import aside, rotate
 from frugal.save.tensors import read_tensors
-from frugal.shard.state import OptimizerState
 from frugal.shard.strategy import Strategy
 from frugal.train import ranks
 from frugal.train.job import LoopState
@@ -52,20 +52,29 @@ class CheckpointWriter:
 
     def save(self, state: LoopState) -> None:
         """Write `checkpoint-<step>`, then delete what `save_total_limit` has no room for."""
+        adapter, parts = self._gather(state)
+        ranks.on_first(lambda: self._write(state, adapter, parts))
+
+    def rehearse(self, state: LoopState) -> None:
+        """Write a checkpoint as `save` does, into a folder beside where it would lie, and remove it.
+
+        What does not fit (device, host or disk) shows before the first step.
+        """
+        _, parts = self._gather(state)
+        ranks.on_first(lambda: self._write_and_remove(state.step, parts))
+
+    def _write_and_remove(self, step: int, parts: CheckpointParts) -> None:
+        folder = aside(self.run_dir, step, "tmp")
+        try:
+            save_checkpoint(folder, step, parts)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _gather(self, state: LoopState) -> tuple[dict[str, torch.Tensor], CheckpointParts]:
+        """The whole adapter and all else that a checkpoint holds; on every rank, with tensors on the first."""
         generators = ranks.gather({key: tensor.cpu() for key, tensor in rng_state(self.device).items()})
         adapter = self.strategy.full_adapter(self.model)
         optimizer = self.strategy.full_optimizer_state(self.optimizer)
-        ranks.on_first(lambda: self._write(state, generators, adapter, optimizer))
-
-    def _write(
-        self,
-        state: LoopState,
-        generators: list[dict[str, torch.Tensor]],
-        adapter: dict[str, torch.Tensor],
-        optimizer: OptimizerState,
-    ) -> None:
-        if self.lock is not None:
-            self.lock.alive()
         rng = {f"{rank}.{key}": tensor for rank, found in enumerate(generators) for key, tensor in found.items()}
         content = {
             "config": self.config,
@@ -75,7 +84,11 @@ class CheckpointWriter:
             "world_size": ranks.world_size(),
             "loop": asdict(state),
         }
-        parts = CheckpointParts(lambda folder: self._write_adapter(folder, adapter), optimizer, rng, content)
+        return adapter, CheckpointParts(lambda folder: self._write_adapter(folder, adapter), optimizer, rng, content)
+
+    def _write(self, state: LoopState, adapter: dict[str, torch.Tensor], parts: CheckpointParts) -> None:
+        if self.lock is not None:
+            self.lock.alive()
         try:
             save_checkpoint(self.run_dir, state.step, parts)
         except CheckpointError as error:

@@ -6,7 +6,7 @@ back bit for bit, so that a run with a probe is the run without one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ import torch
 from frugal.data import collate
 from frugal.meter import LiveBytesMeter
 from frugal.shard.state import named_parameters
+from frugal.shard.strategy import Strategy
 from frugal.train import ranks
 from frugal.train.evaluate import evaluate_rows, to_device
 from frugal.train.in_backward import OptimizerInBackward
@@ -30,6 +31,9 @@ class ProbeResult:
 
     step_bytes: int
     eval_bytes: int
+    """0: nothing is evaluated."""
+    save_bytes: int
+    """0: no checkpoint was written."""
     rows: int
     tokens: int
     """Of the micro-batch that was probed, padding counted."""
@@ -70,9 +74,13 @@ def longest_eval_rows(job: Job) -> list[int]:
     return longest_first(job.eval_rows.lengths)[: job.train.per_device_eval_batch_size]
 
 
-def run_probe(job: Job, *, first_step: int = 0, limit_bytes: int | None = None) -> ProbeResult:
-    """Run it. ``limit_bytes``: the budget, enforced by the meter where storages are followed (not on CUDA, whose
-    allocator has a limit of its own).
+def run_probe(
+    job: Job, *, first_step: int = 0, limit_bytes: int | None = None, save: Callable[[], None] | None = None
+) -> ProbeResult:
+    """Run it: a step, an evaluation, then ``save``, which writes a checkpoint and removes it.
+
+    ``limit_bytes``: the budget, enforced by the meter where storages are followed (not on CUDA, whose allocator has a
+    limit of its own).
 
     Raises what an out-of-memory raises; everything is put back then too.
     """
@@ -86,6 +94,7 @@ def run_probe(job: Job, *, first_step: int = 0, limit_bytes: int | None = None) 
         first_step=first_step,
     )
     with put_back(job):
+        _have_state(job)
         with LiveBytesMeter(job.module, job.optimizer, limit_bytes=limit_bytes) as meter:
             _step(job, rows, device)
         step_bytes = meter.peak_bytes
@@ -105,8 +114,26 @@ def run_probe(job: Job, *, first_step: int = 0, limit_bytes: int | None = None) 
                 )
             eval_bytes = meter.peak_bytes
             job.strategy.rest(job.wrapped)
+        save_bytes = 0
+        if save is not None:
+            with LiveBytesMeter(job.module, job.optimizer, limit_bytes=limit_bytes) as meter:
+                save()
+            save_bytes = meter.peak_bytes
     tokens = micro_batch_tokens(job.rows.lengths, rows, flat=job.flat)
-    return ProbeResult(step_bytes, eval_bytes, len(rows), tokens)
+    return ProbeResult(step_bytes, eval_bytes, save_bytes, len(rows), tokens)
+
+
+def _have_state(job: Job) -> None:
+    """Optimizer state before the first step, so that a later one, which finds it, is what is measured.
+
+    Not where an engine steps by itself: its first step is measured.
+    """
+    if job.optimizer.state or type(job.strategy).step is not Strategy.step:
+        return
+    for parameter in named_parameters(job.optimizer).values():
+        parameter.grad = torch.zeros_like(parameter)
+    job.optimizer.step()
+    job.strategy.zero_grad(job.optimizer)
 
 
 def _step(job: Job, rows: list[int], device: torch.device) -> None:
