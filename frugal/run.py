@@ -39,6 +39,7 @@ from frugal.save.resume import check_plan, data_fingerprint, starting_point
 from frugal.save.run_folder import open_run
 from frugal.save.writer import CheckpointWriter, put_adapter, restore, side_files
 from frugal.shard.launch import check_group, read_launch, unused_gpus
+from frugal.shard.preflight import preflight
 from frugal.train import ranks
 from frugal.train.device import device_of, make_accelerator
 from frugal.train.evaluate import evaluate_rows
@@ -143,6 +144,8 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
 
         module = LossModule(model, chunk_tokens=config.memory.loss_chunk_tokens, head=loaded.head)
         wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), settings))
+        checked = preflight(strategy, wrapped, module, optimizer, max_grad_norm=settings.max_grad_norm)
+        record.manifest.add("parameter bytes", {"this process": checked.local, "all of it": checked.whole})
         seed_step_noise(settings.seed, ranks.rank())
         state = LoopState()
         if checkpoint is not None:
