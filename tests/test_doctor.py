@@ -69,7 +69,7 @@ def test_json_is_the_same_and_plain(found: Diagnosis) -> None:
 def test_wrong_values_and_failures_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     true_norm = checks.rms_norm
     monkeypatch.setattr(checks, "rms_norm", lambda x, w, eps: true_norm(x, w, 1e-3))
-    monkeypatch.setattr(checks, "rope", lambda *args: (_ for _ in ()).throw(RuntimeError("boom\nmore")))
+    monkeypatch.setattr(checks, "rope_pair", lambda *args: (_ for _ in ()).throw(RuntimeError("boom\nmore")))
     bad = {check.op: check for check in checks.run_checks(CPU, torch.float32) if not check.passed}
     assert set(bad) == {"rms_norm", "rope"}
     assert bad["rms_norm"].error is not None

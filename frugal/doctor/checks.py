@@ -27,7 +27,7 @@ from frugal.ops import (
     lora_linear_reference,
     rms_norm,
     rms_norm_reference,
-    rope,
+    rope_pair,
     rope_reference,
 )
 from frugal.ops.adam8bit import adam8bit_
@@ -66,13 +66,13 @@ def _operations(
         yield "attention", name, what, lambda name=name, facts=facts: _attention(random, name, facts)  # type: ignore[misc]
     yield "rms_norm", chosen("rms_norm"), "37 x 256", lambda: _rms_norm(random)
     yield "layer_norm", chosen("layer_norm"), "37 x 256", lambda: _layer_norm(random)
-    yield "rope", chosen("rope"), "2 x 4 x 33 x 64", lambda: _rope(random)
+    yield "rope", chosen("rope"), "2 x (4 + 2) x 33 x 64", lambda: _rope(random)
     yield "gated_mlp", chosen("gated_mlp"), "NF4, rank 8", lambda: _gated_mlp(random)
     yield "lora_linear", chosen("lora_linear"), "NF4, rank 8", lambda: _lora_linear(random)
     yield "linear_cross_entropy", chosen("linear_cross_entropy"), "61 tokens, 1000 words", lambda: _loss(random)
     yield "nf4", "frugal", "bitsandbytes' bits", lambda: _nf4(random, dtype)
     adam = choose("adam8bit", device, torch.float32).name
-    yield "adam8bit", adam, "300 float32 parameters, 2 steps", lambda: adam_error(random)
+    yield "adam8bit", adam, "2 steps, float32", lambda: adam_error(random)
 
 
 def _attention_forms(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -117,11 +117,15 @@ def _layer_norm(random: Random) -> float:
 
 
 def _rope(random: Random) -> float:
-    x, grad, angle = random(2, 4, 33, 64), random(2, 4, 33, 64), random(33, 32)
-    cos, sin = (torch.cat([t, t], -1) for t in (angle.cos(), angle.sin()))
-    got = with_gradients(lambda t: rope(t, cos, sin), (x,), grad)
-    exact = with_gradients(lambda t: rope_reference(t, cos.double(), sin.double()), (x.double(),), grad)
-    return worst(got, exact, with_gradients(lambda t: rope_reference(t, cos, sin), (x,), grad))
+    q, k, grad, angle = random(2, 4, 33, 64), random(2, 2, 33, 64), random(2, 6, 33, 64), random(1, 33, 32)
+    cos, sin = angle.cos(), angle.sin()
+
+    def reference(*heads: Tensor) -> Tensor:
+        wide = [torch.cat([t, t], -1)[:, None].to(heads[0].dtype) for t in (cos, sin)]
+        return torch.cat([rope_reference(t, *wide) for t in heads], 1)
+
+    got = with_gradients(lambda q, k: torch.cat(rope_pair(q * 1, k * 1, cos, sin), 1), (q, k), grad)
+    return _against(got, reference, (q, k), grad)
 
 
 def _lora_linear(random: Random) -> float:
