@@ -34,6 +34,8 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
     "rope/32": {
         "default": {"TILE": 1024, "num_warps": 2},
         "sm_75": {"TILE": 2048, "num_warps": 4},
+        "sm_80": {"TILE": 2048, "num_warps": 4},
+        "sm_120": {"TILE": 2048, "num_warps": 4},
     },
     "gated/16": {
         "default": {"BLOCK": 2048, "num_warps": 4},
@@ -50,15 +52,18 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
     "cross_entropy/16": {
         "default": {"BLOCK": 4096, "ONE_READ": 32768, "num_warps": 8},
         "sm_75": {"BLOCK": 8192, "ONE_READ": 32768, "num_warps": 8},
+        "sm_80": {"BLOCK": 8192, "ONE_READ": 32768, "num_warps": 8},
     },
     "cross_entropy/32": {
         "default": {"BLOCK": 4096, "ONE_READ": 16384, "num_warps": 8},
     },
     "cross_entropy_once/16": {
         "default": {"BLOCK": 4096, "num_warps": 8},
+        "sm_80": {"BLOCK": 8192, "num_warps": 8},
+        "sm_90": {"BLOCK": 8192, "num_warps": 8},
     },
     "cross_entropy_once/32": {
-        "default": {"BLOCK": 4096, "num_warps": 8},
+        "default": {"BLOCK": 8192, "num_warps": 8},
     },
     "adam8bit/16": {
         "default": {"BLOCKS": 4, "num_warps": 4},
