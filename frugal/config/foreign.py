@@ -178,7 +178,8 @@ REASON: dict[str, str] = {
         ["strict", "is_llama_derived_model", "model_type", "tokenizer_type"],
         "has no counterpart: read from the model's folder",
     ),
-    **dict.fromkeys(["deepspeed", "fsdp", "fsdp_config"], "is not built yet; see distributed.strategy for what is"),
+    "deepspeed": "write distributed.strategy: zero2 or zero3, and start with accelerate launch",
+    **dict.fromkeys(["fsdp", "fsdp_config"], "write distributed.strategy: fsdp2, and start with accelerate launch"),
     **dict.fromkeys(
         ["world_size", "num_gpus", "devices"], "not a config key: start with `accelerate launch -m frugal train CONFIG`"
     ),
