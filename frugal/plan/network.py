@@ -70,6 +70,8 @@ def sent_bytes(sharing: Sharing) -> dict[str, int]:
         found["all-gather of adapters"] = trained * times
         return {kind: round(count) for kind, count in found.items()}
     passes = 2 * micro_batches
+    if sharing.strategy == "fsdp2":  # with every micro-batch, so that no whole gradients wait
+        found["reduce-scatter of gradients"] *= micro_batches
     found["all-gather of the base, forward and backward"] = units.layers * units.layer_frozen * part * passes
     found["all-gather of adapters"] = units.layers * units.layer_trained * part * passes
     tables = units.embedding + units.head

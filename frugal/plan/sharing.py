@@ -139,6 +139,11 @@ class Sharing:
         return 1.0 if self.strategy in ("ddp", "zero1") else 1 / self.world_size
 
     @property
+    def gradients_wait(self) -> bool:
+        """Whether gradients of a window's first micro-batches are kept whole until its last."""
+        return self.accumulation > 1 and not (self.strategy == "fsdp2" and self.shard_base)
+
+    @property
     def engine_bytes(self) -> int:
         """What the engine itself keeps: DDP's buckets; ZeRO's second copy of a rank's part of the adapters and its
         bucket of gradients."""
@@ -183,7 +188,7 @@ class Sharing:
             "layer in forward": (3 if flat else 2) * units.layer,
             # the layer, the flat buffer of the one before, and a layer's gradients on their way; those that have waited
             # for the end of a window are whole and counted as gradients
-            "layer in backward": 2 * units.layer + (0 if self.accumulation > 1 else 2 * units.layer_trained),
+            "layer in backward": 2 * units.layer + (0 if self.gradients_wait else 2 * units.layer_trained),
             "embedding": (2 if flat else 1) * units.embedding,
             "head": units.head,
             "head arriving": (2 if flat else 1) * units.head,
@@ -223,7 +228,7 @@ class Sharing:
 
     def _gradients(self, part: StepPart) -> float:
         """Unreduced gradients are whole: those of earlier micro-batches of a window."""
-        return 1.0 if part == "micro_batch" and self.accumulation > 1 else self.gradient_part
+        return 1.0 if part == "micro_batch" and self.gradients_wait else self.gradient_part
 
     def _transient(self, part: StepPart, site: Site) -> float:
         gathered = self.gathered()
