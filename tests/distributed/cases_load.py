@@ -106,10 +106,10 @@ def case_llama_dora_nf4(rank: Rank) -> dict[str, Any]:
     return _compare(rank, "llama", "nf4", LoraSection(r=4, lora_alpha=8, use_dora=True))
 
 
-def _peak(quantize: Any, fused: bool) -> dict[str, Any]:
+def _peak(quantize: Any) -> dict[str, Any]:
     meter = LiveBytesMeter(device="cpu")
     with meter:
-        filled, _, wrapped = sharded(source("deep"), quantize, fused)
+        filled, _, wrapped = sharded(source("deep"), quantize, fused=False)
     layers = filled.head.decoder.layers
     first = layers[0]
     return {
@@ -124,12 +124,8 @@ def _peak(quantize: Any, fused: bool) -> dict[str, Any]:
 
 
 def case_peak_nf4(rank: Rank) -> dict[str, Any]:
-    return _peak("nf4", fused=False)
-
-
-def case_peak_nf4_proven(rank: Rank) -> dict[str, Any]:
-    return _peak("nf4", fused=True)
+    return _peak("nf4")
 
 
 def case_peak_none(rank: Rank) -> dict[str, Any]:
-    return _peak("none", fused=False)
+    return _peak("none")
