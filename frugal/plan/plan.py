@@ -136,8 +136,7 @@ class Planner:
 
     def load_peak(self, policy: Policy) -> Peak:
         """Peak while the base is loaded."""
-        sim = self.simulation(policy)
-        return load_peak(sim.parts(), sim.base_at_rest(), sim.sharing)
+        return load_peak(self.simulation(policy))
 
     def line(self, policy: Policy) -> TokenLine:
         """A step's peak as a function of the tokens."""

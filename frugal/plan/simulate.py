@@ -6,7 +6,7 @@ whole model; the same is done over two lengths (`frugal.plan.sites`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from frugal.plan.built import PHASES, Built, Parts, Phase, Shape, Subject
 from frugal.plan.sharing import Sharing
@@ -77,6 +77,11 @@ class Simulation(Subject):
         if self.sharing is not None:
             parts = {name: self.sharing.per_rank(name, sites) for name, sites in parts.items()}
         return joined(parts.values())
+
+    def stock(self) -> Simulation:
+        """The same with the modules that were not replaced."""
+        memory = self.memory.model_copy(update={"fused": False})
+        return replace(self, memory=memory, policy="none", sharing=None)
 
     def built(self, count: int) -> Built:
         """The model with ``count`` layers."""
