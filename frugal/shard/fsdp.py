@@ -104,8 +104,10 @@ class FullyShard(Strategy):
                 self._unit(table)
         if embedding is not None:
             embedding.set_unshard_in_backward(False)  # a frozen lookup has no backward
-        root = Root(module)
+        root: Any = Root(module)
         self._unit(root)
+        if hasattr(root, "set_reduce_scatter_unused_params"):  # not in older torch
+            root.set_reduce_scatter_unused_params(True)  # ranks reduce alike, whatever each one's rows made use of
         if self.shard_base:  # the next layer travels while this one computes; backward does so by itself
             for layer, following in itertools.pairwise(layers):
                 layer.set_modules_to_forward_prefetch([following])
@@ -145,8 +147,8 @@ class FullyShard(Strategy):
 
     @contextlib.contextmanager
     def accumulating(self, wrapped: Any, last: bool) -> Iterator[None]:
-        # Where every micro-batch gathers the base anyway, its gradients are reduced too: a few hundredths of that traffic,
-        # and no rank keeps whole fp32 gradients (1.5 GB for 70B at r=32) until the end of a window.
+        # Where every micro-batch gathers the base anyway, its gradients are reduced too: a few hundredths of that
+        # traffic, and no rank keeps whole fp32 gradients (1.5 GB for 70B at r=32) until the end of a window.
         wrapped.set_requires_gradient_sync(last or self.shard_base)
         # What stays gathered from forward to backward stays for the whole window.
         wrapped.set_reshard_after_backward(last, recurse=not self.reshard)
