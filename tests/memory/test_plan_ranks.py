@@ -1,0 +1,138 @@
+"""Plans for several ranks: parts, traffic by closed formulas, the choice of a strategy, JSON and text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from frugal.cli import app
+from frugal.config import load_config
+from frugal.plan import Planner
+from frugal.plan.inputs import planned_device
+from frugal.plan.network import LINKS, gpu_flops, step_flops
+from frugal.plan.strategy import choose_strategy, settled
+
+
+def planner(folder: Path, vram: str = "8GB", **known: Any) -> Planner:
+    config = load_config(
+        {
+            "model": {"base": str(folder)},
+            "lora": {"r": 4},
+            "data": {"train": "x.jsonl", "max_length": 256},
+            "train": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": known.pop("accumulate", 1)},
+            "memory": {"checkpoint": known.pop("checkpoint", "recompute"), **known.pop("memory", {})},
+            "output": {"dir": "runs/x"},
+        }
+    )
+    return Planner.of(config, planned_device("auto", gpu=None, vram=vram, host_ram=None), **known)
+
+
+@pytest.fixture(scope="module")
+def folder(make_tiny_llama: Any) -> Path:
+    return make_tiny_llama(num_hidden_layers=4, tie_word_embeddings=False, vocab_size=900)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parts_of_a_rank_and_what_it_sends(folder: Path, ranks: int) -> None:
+    one = planner(folder)
+    base, trained = one.simulation("recompute").base_at_rest(), 4 * one.simulation("recompute").numbers()[1]
+    part = (ranks - 1) / ranks
+    for micro_batches in (1, 4):
+        for strategy, cut in (("ddp", False), ("fsdp2", False), ("fsdp2", True), ("zero2", False), ("zero3", True)):
+            shared = planner(
+                folder, accumulate=micro_batches, world_size=ranks, strategy=strategy, shard_base=cut
+            ).plan(with_line=False)
+            sharing, network = shared.sharing, shared.network
+            assert sharing is not None
+            assert network is not None
+            units, held = sharing.units, sharing.held()
+            assert units.trained == trained
+            assert units.frozen + units.buffers == base - trained
+            assert held["adapters"] == (trained if strategy in ("ddp", "zero2") else trained // ranks)
+            assert held["optimizer"] <= units.trained * units.state_ratio / (1 if strategy == "ddp" else ranks) + 1
+            assert held["base"] == pytest.approx(units.frozen / (ranks if cut else 1) + units.buffers, abs=1)
+            layers, tables = units.layers * units.layer, units.embedding + units.head
+            expected = {
+                ("ddp", False): 2 * trained * part,
+                ("fsdp2", False): 2 * trained * part,
+                ("zero2", False): 2 * trained * part,  # adapters come back once a step
+                # gradients are reduced with every micro-batch: none wait whole
+                ("fsdp2", True): part * (micro_batches * (trained + 2 * layers + tables) + units.root),
+                ("zero3", True): part * (trained + micro_batches * (2 * layers + tables + 2 * units.root)),
+            }[strategy, cut]  # fmt: skip
+            assert network.sent_bytes == pytest.approx(expected, rel=1e-4), (strategy, cut)
+            assert network.seconds("10 Gb Ethernet") == pytest.approx(expected / LINKS["10 Gb Ethernet"], rel=1e-4)
+            assert 0 < network.share("PCIe 4.0 x16") < network.share("10 Gb Ethernet") < 1
+
+
+def test_sharding_lowers_every_phase_and_many_ranks_come_close_to_nothing(folder: Path) -> None:
+    peaks = []
+    for ranks in (2, 8, 64):
+        found = planner(folder, world_size=ranks, strategy="fsdp2", shard_base=True).plan(with_line=False)
+        peaks.append({name: phase.bytes for name, phase in found.phases.items()})
+        assert found.phases["save"].bytes < found.phases["steady_step"].bytes
+    for few, many in pairwise(peaks):
+        assert all(many[name] <= few[name] for name in few)
+    rest = planner(folder, world_size=64, strategy="fsdp2", shard_base=True)
+    units = rest.sharing.units  # type: ignore[union-attr]
+    assert rest.simulation("recompute").at_rest("steady_step", rest.shape) < 0.05 * units.frozen + units.buffers
+
+
+def test_the_choice_of_a_strategy(folder: Path) -> None:
+    assert choose_strategy(planner(folder)).strategy is None
+    roomy = choose_strategy(planner(folder, world_size=2))
+    assert (roomy.strategy, roomy.shard_base) == ("ddp", False)
+    assert "fits each GPU" in roomy.reason
+    whole = planner(folder, world_size=2, strategy="ddp", shard_base=False)
+    cut = planner(folder, world_size=2, strategy="fsdp2", shard_base=True)
+    need, least = whole.step_peak("recompute").bytes, cut.step_peak("recompute").bytes
+    assert least < need
+    tight = planner(folder, world_size=2, memory={"budget": str((need + least) // 2)})
+    found = choose_strategy(tight)
+    assert (found.strategy, found.shard_base) == ("fsdp2", True)
+    assert "does not fit" in found.reason
+    asked = choose_strategy(replace(tight, strategy="fsdp2", simulations={}))
+    assert (asked.strategy, asked.shard_base) == ("fsdp2", True)
+    assert choose_strategy(planner(folder, world_size=2, strategy="fsdp2")).shard_base is False
+    assert choose_strategy(replace(tight, strategy="ddp")).strategy == "ddp"
+    plan = settled(tight)[0].plan(with_line=False)
+    assert plan.strategy_reason == found.reason
+    assert plan.phases["steady_step"].bytes == least
+
+
+def test_json_and_text_of_a_shared_run(folder: Path) -> None:
+    words = ["plan", str(folder), "--vram", "8GB", "--world-size", "4", "--strategy", "fsdp2", "--shard-base", "true",
+             "--gpus-per-host", "2", "--tokens", "256", "memory.checkpoint=recompute"]  # fmt: skip
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["device"]["sharding"]["world_size"] == 4
+    assert {"base", "adapters", "optimizer", "engine"} == set(found["device"]["sharding"]["held_bytes"])
+    assert found["host"]["ranks"] == 2
+    assert found["network"]["hosts"] == 2
+    assert sum(found["network"]["sent_by_kind"].values()) == found["network"]["sent_bytes_per_step"]
+    assert set(found["network"]["links"]) == set(LINKS)
+    assert len(found["network"]["assumptions"]) == 3
+    shown = CliRunner().invoke(app, words)
+    assert "each of 4 ranks, fsdp2, base cut" in shown.stdout
+    assert "10 Gb Ethernet" in shown.stdout
+    one = json.loads(CliRunner().invoke(app, ["plan", str(folder), "--vram", "8GB", "--json", "--tokens", "64"]).stdout)
+    assert one["network"] is None
+    assert one["device"]["sharding"] is None
+
+
+def test_estimated_operations() -> None:
+    """8B parameters, 2,048 tokens, layers run again: about 6 operations a parameter and token, and attention."""
+    found = step_flops(
+        parameters=8_030_000_000, embedding=525_000_000, trained=42_000_000, layers=32, width=4096, rows=1, length=2048,
+        recompute=True,
+    )  # fmt: skip
+    assert found == pytest.approx(2048 * (6 * 7.505e9 + 8 * 42e6 + 2 * 2048 * 4096 * 32 * 4.5), rel=1e-9)
+    assert gpu_flops("A100 80GB") == 312e12
+    assert gpu_flops("something new") == 70e12
