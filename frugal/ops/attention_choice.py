@@ -1,10 +1,10 @@
 """Rows of the table for attention: what each implementation cannot do, and when another is preferred.
 
-From compute capability 8.0 on: flash-attn when the user installed it (its kernels are tuned on GPUs, ours were compiled
-and interpreted only); our packed kernel otherwise, because several documents are one launch; for a single document
-without window or soft cap scaled_dot_product_attention, which is one launch as well. Below 8.0, where Triton has no
-tensor cores: scaled_dot_product_attention's memory-efficient kernel, document by document. These are rules, not
-measurements; `benchmarks/gpu.py` measures.
+From compute capability 8.0 on: for a single document without window or soft cap scaled_dot_product_attention, whose
+flash kernel is given a few heads at a time in backward; else flash-attn when the user installed it (its kernels are
+tuned on GPUs, ours were compiled and interpreted only); our packed kernel otherwise, because several documents are one
+launch. Below 8.0, where Triton has no tensor cores: scaled_dot_product_attention's memory-efficient kernel, document by
+document. These are rules, not measurements; `benchmarks/gpu.py` measures.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ def triton_yields(facts: Facts) -> str | None:
     plain = facts.get("window") is None and facts.get("softcap") is None
     if facts.get("documents") == 1 and plain and sdpa_refusal(facts) is None:
         return "one document without window or cap: scaled_dot_product_attention is one launch too, of a tuned kernel"
+    return None
+
+
+def flash_attn_yields(facts: Facts) -> str | None:
+    """When flash-attn could run but torch's own copy of it is preferred."""
+    plain = facts.get("window") is None and facts.get("softcap") is None
+    if facts.get("documents") == 1 and plain and sdpa_refusal(facts) is None:
+        return "one document without window or cap: torch's flash kernel is the same, and takes a few heads at a time"
     return None
 
 

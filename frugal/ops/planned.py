@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from frugal.ops import flash_varlen
 from frugal.ops.fake import is_fake
 from frugal.ops.head_groups import head_ranges, key_heads_at_once
 
@@ -79,7 +80,7 @@ def sampled(pieces: Sequence[T], tensor: Tensor) -> Sequence[T]:
 
 class _Attention(torch.autograd.Function):
     """Allocations of a kernel's forward and backward; ``own``: of frugal's packed kernel, else of torch's, which is
-    given ``rows`` at a time."""
+    given ``rows`` at a time (0: of flash-attn)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own: bool, rows: int) -> Tensor:
@@ -102,6 +103,10 @@ class _Attention(torch.autograd.Function):
         if ctx.own:
             return dq, dk, dv, None, None
         kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+        if not ctx.rows:  # flash-attn's function, for all heads and rows
+            workspace = [q.new_empty(q.shape, dtype=torch.float32), *(q.new_empty(q.shape) for _ in range(2))]
+            del workspace
+            return dq, dk, dv, None, None
         at_once = key_heads_at_once(ctx.rows, q.shape[2], groups, q.shape[3], q.element_size(), kv_heads)
         for lo, hi in sampled(head_ranges(kv_heads, at_once), q):
             _one_call(q[: ctx.rows, lo * groups : hi * groups], k[: ctx.rows, lo:hi])
@@ -142,5 +147,7 @@ def planned_attention(
     if asked != "auto":
         own = asked == "triton"
     rows = 1 if documents > q.shape[0] else q.shape[0]
+    if asked == "flash_attn" or (asked == "auto" and own and flash_varlen.load()[0] is not None):
+        own, rows = False, 0
     out: Tensor = _Attention.apply(q, k, v, own, rows)
     return out

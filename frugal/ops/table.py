@@ -17,6 +17,7 @@ from frugal.errors import UnsupportedError
 from frugal.ops.attention_choice import (
     FLASH_DTYPES,
     flash_attn_refusal,
+    flash_attn_yields,
     sdpa_refusal,
     triton_refusal,
     triton_yields,
@@ -113,6 +114,7 @@ ROWS: dict[str, tuple[Implementation, ...]] = {
             devices=("cuda",),
             dtypes=FLASH_DTYPES,
             refuse=flash_attn_refusal,
+            yields=flash_attn_yields,
         ),
         Implementation(
             "triton",

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from frugal.meter import LiveBytesMeter
-from frugal.ops import attention_reference
+from frugal.ops import attention_reference, choose
 from frugal.ops.head_groups import WORKSPACE_BYTES, head_ranges, key_heads_at_once
+from frugal.ops.planned import PlannedDevice, planned_attention, planning_for
 from frugal.ops.sdpa import CPU, EFFICIENT, FLASH, Kernel, _Sdpa, kernel_for, sdpa
 from frugal.ops.target import Target
 
@@ -108,6 +109,40 @@ def test_backward_of_several_documents_holds_one_set_of_gradients() -> None:
         torch.autograd.grad(out, leaves, upstream)
     gradients = sum(t.numel() * 4 for t in leaves)
     assert gradients <= meter.peak_bytes - meter.report().start_bytes < 1.5 * gradients
+
+
+def backward_bytes(attention: str, documents: int = 1) -> int:
+    """Live bytes at the highest moment of attention's backward in a plan for a GPU, besides what was kept."""
+    tokens = 32_768
+    q, k, v = qkv(torch.bfloat16, batch=1, heads=32, kv=8, tokens=tokens, size=128, device="meta")
+    offsets = list(range(0, tokens + 1, tokens // documents))
+    with planning_for(PlannedDevice("cuda", (8, 6), attention)):
+        out = planned_attention(q, k, v, cu_seqlens=offsets)
+        with LiveBytesMeter(detail=True, device="meta") as meter:
+            torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    return (meter.peak_bytes - meter.report().start_bytes) // tokens
+
+
+def test_what_a_plan_counts_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes a token. Llama 3.1 8B's heads: q is 8,192 bytes a token, k and v 2,048 each."""
+    gradients = 8192 + 8192 + 2 * 2048  # that of the output, made here, and three results
+    each_head = 32 * 4  # sum(out * d_out)
+    one_key_head = 4 * 128 * (2 + 2 * 2 + 4 + 2 * 2) + 2 * 256
+    assert backward_bytes("auto") == gradients + max(one_key_head, each_head)
+    assert backward_bytes("auto", documents=8) == backward_bytes("triton") == max(gradients, 8192 + each_head)
+    assert backward_bytes("flash_attn") == gradients + 4 * 4096 + 2 * 8192
+    monkeypatch.setattr("frugal.ops.flash_varlen.load", lambda: (print, ""))
+    assert backward_bytes("auto") == gradients + one_key_head  # one document: torch's own
+    assert backward_bytes("auto", documents=8) == gradients + 4 * 4096 + 2 * 8192
+
+
+def test_flash_attn_is_left_out_for_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frugal.ops.attention_choice.flash_attn_missing", lambda: None)
+    ampere = Target("cuda", (8, 6))
+    for documents, facts, name in [(1, {}, "sdpa"), (2, {}, "flash_attn"), (1, {"window": 9}, "flash_attn")]:
+        chosen = choose("attention", ampere, torch.bfloat16, head_size=128, documents=documents, **facts)
+        assert chosen.name == name
+    assert choose("attention", ampere, torch.bfloat16, head_size=128, named="flash_attn").name == "flash_attn"
 
 
 def test_under_autocast_it_computes_in_its_dtype() -> None:
