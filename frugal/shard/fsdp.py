@@ -125,6 +125,9 @@ class FullyShard(Strategy):
             raise AssertionError(f"{len(left)} parameters were not sharded, the first is {left[0]}")
 
     def _unit(self, module: nn.Module) -> None:
+        for parameter in module.parameters():
+            if not isinstance(parameter, DTensor) and not parameter.is_contiguous():  # FSDP2 takes no other
+                parameter.data = parameter.data.contiguous()
         ignored = set() if self.shard_base else {p for p in module.parameters() if not p.requires_grad}
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload else OffloadPolicy()
         fully_shard(

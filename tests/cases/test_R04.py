@@ -19,7 +19,7 @@ from frugal.models.load import load_base
 from frugal.models.source import resolve_base
 from frugal.run import train
 from frugal.save.writer import put_adapter
-from frugal.shard.strategy import OneProcess
+from frugal.shard.strategy import OneProcess, Strategy
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import runs
@@ -36,6 +36,9 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_llama_folder: Path) -> t
     return root, config
 
 
+ONE = OneProcess(torch.device("cpu"))
+
+
 def fresh(base: Path) -> Any:
     model = load_base(resolve_base(str(base)), quantize="none").model
     return apply_adapters(model, LoraSection(r=4, lora_alpha=8), seed=42).model
@@ -48,8 +51,8 @@ def test_resume_keeps_tensors_loss_and_count(
     shutil.copytree(root / "run" / "checkpoint-5", tmp_path / "checkpoint-5")
     seen: dict[str, Any] = {}
 
-    def spy(model: Any, folder: Path) -> None:
-        put_adapter(OneProcess(torch.device("cpu")), model, folder)
+    def spy(strategy: Strategy, model: Any, folder: Path) -> None:
+        put_adapter(strategy, model, folder)
         saved = load_file(folder / "adapter_model.safetensors")
         seen["equal"] = all(torch.equal(tensor, saved[name]) for name, tensor in adapter_state(model).items())
         seen["adapters"] = list(model.peft_config)
@@ -82,7 +85,7 @@ def test_three_checkpoints_one_after_another(done: tuple[Path, dict[str, Any]], 
     model = fresh(tiny_llama_folder)
     count = sum(1 for _ in model.parameters())
     for step in (2, 6, 4):
-        put_adapter(OneProcess(torch.device("cpu")), model, root / "run" / f"checkpoint-{step}")
+        put_adapter(ONE, model, root / "run" / f"checkpoint-{step}")
         saved = load_file(root / "run" / f"checkpoint-{step}" / "adapter_model.safetensors")
         assert all(torch.equal(tensor, saved[name]) for name, tensor in adapter_state(model).items())
     assert sum(1 for _ in model.parameters()) == count
@@ -99,10 +102,10 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(
     for change in ({name: torch.zeros(1, 1)}, {"unknown.lora_A.weight": torch.zeros(2, 2)}):
         save_file({**tensors, **change}, tmp_path / "adapter_model.safetensors")
         with pytest.raises(CheckpointError, match=next(iter(change)).replace(".", r"\.")):
-            put_adapter(OneProcess(torch.device("cpu")), model, tmp_path)
+            put_adapter(ONE, model, tmp_path)
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="1 tensors differ"):
-        put_adapter(OneProcess(torch.device("cpu")), model, tmp_path)
+        put_adapter(ONE, model, tmp_path)
 
 
 def test_the_finished_adapter_is_the_last_checkpoints(
