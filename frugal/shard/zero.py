@@ -145,7 +145,8 @@ class Zero(Strategy):
         window, self._window = self._window, None
         zero_state.drop_gradients(self.engine, self.settings.stage)
         if window is not None:
-            window.close()
+            with zero_state.without_reducing(self.engine):
+                window.close()
 
     def backward(self, loss: Tensor, scaler: torch.amp.GradScaler) -> None:
         if scaler.is_enabled():
@@ -189,6 +190,8 @@ class Zero(Strategy):
 
     def close(self) -> None:
         """Take the engine's hooks off the model."""
+        if self._window is not None:  # left to the garbage collector it would reduce, at any time, alone
+            self._abandon()
         if self.engine is not None:
             self.engine.destroy()
             self.engine = None

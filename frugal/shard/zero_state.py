@@ -5,7 +5,8 @@ Written for DeepSpeed 0.18 and 0.19. Every function is called by all ranks at th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -88,6 +89,9 @@ def _local_gradients(zero: Any, stage: int, trained: Iterable[nn.Parameter]) -> 
 def drop_gradients(engine: Any, stage: int) -> None:
     """Forget gradients, reduced ones too, as after a step."""
     zero = engine.optimizer
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None and not parameter.grad.is_cuda:
+            parameter.grad = None  # stage 3 asks tensors for a stream, which only those of a GPU have
     zero.zero_grad(set_to_none=True)
     if stage < 3:
         zero.micro_step_id = -1
@@ -96,6 +100,18 @@ def drop_gradients(engine: Any, stage: int) -> None:
             zero.all_grad_tensors[group] = None
     elif not zero.offload_optimizer:
         zero.averaged_gradients = {}
+
+
+@contextlib.contextmanager
+def without_reducing(engine: Any) -> Iterator[None]:
+    """Inside, the end of a coalesced window sends nothing (stages 1 and 2 would reduce an empty bucket)."""
+    names = ("_flush_coalesced_reduction_zero12", "_flush_coalesced_reduction_zero3")
+    vars(engine).update(dict.fromkeys(names, lambda optimizer: None))
+    try:
+        yield
+    finally:
+        for name in names:
+            del vars(engine)[name]
 
 
 def tell_scaler(scaler: torch.amp.GradScaler, device: torch.device, *, overflowed: bool) -> None:

@@ -253,9 +253,9 @@ def case_evaluation_and_probe(rank: Rank) -> dict[str, Any]:
 
 
 def answer_with(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model.generate(
-        input_ids=torch.tensor([[5, 6, 7, 8]]), max_new_tokens=5, do_sample=False, synced_gpus=True
-    )
+    model.eval()
+    ids, together = torch.tensor([[5, 6, 7, 8]]), torch.distributed.is_initialized()
+    found: torch.Tensor = model.generate(input_ids=ids, max_new_tokens=5, do_sample=False, synced_gpus=together)
     return found
 
 
@@ -308,6 +308,27 @@ def case_not_finite(rank: Rank) -> dict[str, Any]:
         after = running.adapter()
         out[str(stage)] = {"message": message, "same": all(torch.equal(before[k], after[k]) for k in before)}
         running.job.strategy.close()
+    return out
+
+
+def case_raises(rank: Rank) -> dict[str, Any]:
+    """One rank raises amid a window: it must not wait in a reduction, in which the other one does not take part."""
+    out: dict[str, Any] = {}
+    for stage in (2, 3):
+        running = start(Setting(policy="none"), zero(stage))
+        wrapped, strategy = running.job.wrapped, running.job.strategy
+        with strategy.accumulating(wrapped, False):
+            loss, count = wrapped(to_device(_collate(running.job, [rank.rank], 0), CPU))
+            strategy.backward(loss / count, torch.amp.GradScaler("cpu", enabled=False))
+        out[str(stage)] = ""
+        if rank.rank == 1:
+            try:
+                with strategy.accumulating(wrapped, False):
+                    raise ValueError("amid a window")
+            except ValueError as error:
+                out[str(stage)] = str(error)
+        torch.distributed.barrier()
+        strategy.close()
     return out
 
 

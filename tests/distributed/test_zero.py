@@ -30,7 +30,7 @@ NAMES = [
     "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero2_masked",
     "zero2_odd", "zero3_odd", "zero3_tied", "zero2_groups", "zero2_one_micro", "zero3_one_micro",
     "zero3_half", "zero3_from_one", "zero2_from_zero3", "zero3_odd_from_one", "bytes", "every_dtype",
-    "evaluation_and_probe", "loss_scaling", "not_finite", "other_ages", "layer_by_layer", "gathers",
+    "evaluation_and_probe", "loss_scaling", "not_finite", "raises", "other_ages", "layer_by_layer", "gathers",
 ]  # fmt: skip
 """In one launch; those that go on from what another wrote come after it."""
 
@@ -84,7 +84,7 @@ def odd(place: Path) -> Alone:
 
 @pytest.fixture(scope="module")
 def two(place: Path, plain: Alone, odd: Alone) -> Outcomes:
-    return run_cases(place, "cases_zero", NAMES, timeout=580)
+    return run_cases(place, "cases_zero", NAMES, timeout=900)
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +224,7 @@ def test_evaluation_probe_and_answers(two: Outcomes) -> None:
     setting = Setting(steps=3, train={"eval_steps": 2, "per_device_eval_batch_size": 2})
     want = start(setting, eval_rows=rows([2, 1, 5, 3, 4], seed=3))
     want.train()
-    ids = torch.tensor([[5, 6, 7, 8]])
-    answer = want.model.generate(input_ids=ids, max_new_tokens=5, do_sample=False).tolist()
+    answer = cases.answer_with(want.model).tolist()
     out = two["evaluation_and_probe"]
     for report in out.reports:
         for stage in ("2", "3"):
@@ -259,6 +258,10 @@ def test_a_gradient_that_is_no_number(two: Outcomes) -> None:
         for stage in ("2", "3"):
             assert report[stage]["message"].startswith("step 1: the loss is nan")
             assert report[stage]["same"]
+
+
+def test_an_error_amid_a_window_waits_for_nobody(two: Outcomes) -> None:
+    assert two["raises"].reports == [{"2": "", "3": ""}, {"2": "amid a window", "3": "amid a window"}]
 
 
 def test_state_that_deepspeed_cannot_hold(two: Outcomes) -> None:
