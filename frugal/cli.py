@@ -33,7 +33,7 @@ from frugal.config import config_schema, dump_yaml, load_config
 from frugal.config.write import config_page
 from frugal.errors import ConfigError
 from frugal.files import write_text
-from frugal.shipped import copy_config, shipped_config, shipped_configs, summary
+from frugal.shipped import copy_config, launch_configs, shipped_config, shipped_configs, summary
 
 app = group("Memory-frugal LoRA and QLoRA fine-tuning.")
 configs_app = group("The ready configurations that come with frugal.")
@@ -207,8 +207,8 @@ def schema(
 @configs_app.command("list")
 @handled
 def configs_list() -> None:
-    """Names of the ready configurations."""
-    configs = shipped_configs()
+    """Names of the ready configurations, and of files for `accelerate launch`."""
+    configs = {**shipped_configs(), **launch_configs()}
     width = max(map(len, configs))
     for name, text in configs.items():
         print(f"{name:<{width}}  {summary(text)}")

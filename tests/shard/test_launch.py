@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from frugal.errors import ConfigError
 from frugal.shard.launch import Launch, check_group, choose, read_launch, unused_gpus
+from frugal.shipped import launch_configs
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
 ACCELERATE = {**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
@@ -122,3 +127,24 @@ def test_idle_gpus_are_mentioned() -> None:
     text = unused_gpus(Launch("none", 1, 1), 4)
     assert text is not None
     assert "accelerate launch --num_processes 4 -m frugal train CONFIG" in text
+
+
+def test_launch_files_are_shipped_and_said_to_be(tmp_path: Path) -> None:
+    files = launch_configs()
+    assert set(files) == {
+        f"accelerate/{name}" for name in ("ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3", "zero3_offload")
+    }
+    for name, text in files.items():
+        content = yaml.safe_load(text)
+        assert content["mixed_precision"] == "no"  # not YAML's false
+        assert f"configs/{name}.yaml" in text.splitlines()[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "frugal", "configs", "copy", "accelerate/zero3"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "zero3.yaml").read_text(encoding="utf-8") == files["accelerate/zero3"]
