@@ -22,6 +22,7 @@ from frugal.memory.pressure import OutOfHostMemory
 from frugal.memory.scratch import ScratchFile
 from frugal.meter import LiveBytesMeter
 from frugal.ops import recompute
+from frugal.plan.host import Sizes, host_bytes
 from tests.conftest import make_llama
 from tests.memory.tools import assert_same, batch, gradients, lora_model
 
@@ -307,3 +308,14 @@ def test_a_layer_that_changes_later_is_recomputed_in_full() -> None:
     for layer in fresh.model.layers:
         layer.mlp = Doubled(layer.mlp)
     assert_same(got, gradients(fresh, batch()))
+
+
+def test_a_plan_counts_the_slabs_that_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frugal.plan.host.SLAB_BYTES", 1 << 16)
+    for tokens in (1, 37, 500):
+        store = HostStore(slab_bytes=1 << 16)
+        kept = [store.put(torch.zeros(tokens, 24)) for _ in range(9)]
+        sizes = Sizes(kind="cuda", layers=10, hidden_size=24, itemsize=4, tokens=tokens, policy="offload",
+                      trained_bytes=0, checkpoint_bytes=0, kept_checkpoints=1, base_parameters=0)  # fmt: skip
+        assert host_bytes(sizes, [])["offloaded layer inputs"] == store.host_bytes
+        del kept
