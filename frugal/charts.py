@@ -132,3 +132,78 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str, str]]]]) -> str:
             y += 22
         y += 8
     return "".join(parts) + "</svg>"
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """One layer of a stacked chart: finite (x, height) points, the same x in every layer."""
+
+    name: str
+    css: str
+    points: Sequence[tuple[float, float]]
+
+
+def area_chart(
+    areas: Sequence[Area],
+    *,
+    marks: Sequence[tuple[float, float, str]],
+    title: str,
+    subtitle: str,
+    x_label: str,
+    y_label: str,
+) -> str:
+    """Layers on top of each other as one ``<svg>`` that stands alone; ``marks`` are points (x, y, text), each with a
+    line from the left to it and down to the axis."""
+    width, height, left, right, top, bottom = 860, 480, 56, 20, 100, 44
+    xs = [x for x, _ in areas[0].points]
+    tops = [sum(area.points[i][1] for area in areas) for i in range(len(xs))]
+    x_high, y_high = max(xs), max([*tops, *(y for _, y, _ in marks)]) * 1.06
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = left + x / x_high * (width - left - right)
+        return across, height - bottom - y / y_high * (height - top - bottom)
+
+    label = html.escape(title)
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">']
+    parts.append(f'<text class="title" x="{left}" y="24">{label}</text>')
+    parts.append(f'<text class="tick" x="{left}" y="44">{html.escape(subtitle)}</text>')
+    for value in ticks(0, y_high):
+        _, y = at(0, value)
+        parts.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+    parts.append(f'<text class="tick" x="{left - 8}" y="{top - 8}" text-anchor="end">{html.escape(y_label)}</text>')
+    for value in ticks(0, x_high, 8, whole=True):
+        x, _ = at(value, 0)
+        parts.append(
+            f'<text class="tick" x="{x:.1f}" y="{height - bottom + 18}" text-anchor="middle">{value:,.0f}</text>'
+        )
+    parts.append(
+        f'<text class="tick" x="{width - right}" y="{height - 8}" text-anchor="end">{html.escape(x_label)}</text>'
+    )
+    below = [0.0] * len(xs)
+    for area in areas:
+        above = [b + h for b, (_, h) in zip(below, area.points, strict=True)]
+        edge = [at(x, y) for x, y in zip(xs, above, strict=True)]
+        edge += [at(x, y) for x, y in zip(reversed(xs), reversed(below), strict=True)]
+        shape = " ".join(f"{x:.1f},{y:.1f}" for x, y in edge)
+        parts.append(f'<polygon class="{area.css}" points="{shape}"><title>{html.escape(area.name)}</title></polygon>')
+        below = above
+    for x_value, y_value, text in marks:
+        x, y = at(x_value, y_value)
+        parts.append(f'<path class="budget" d="M{left},{y:.1f} H{x:.1f} V{height - bottom}"/>')
+        parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
+        anchor, shift = ("end", -8) if x > left + 130 else ("start", 8)
+        parts.append(
+            f'<text class="mark" x="{x + shift:.1f}" y="{y - 8:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+        )
+    return "".join(parts) + "</svg>"
+
+
+def legend_svg(areas: Sequence[Area], *, x: int = 56, y: int = 70) -> str:
+    """Names of the layers beside their colours, in one row inside an ``<svg>``."""
+    parts = []
+    for area in areas:
+        parts.append(f'<rect class="{area.css}" x="{x}" y="{y - 10}" width="12" height="12" rx="2"/>')
+        parts.append(f'<text class="tick" x="{x + 18}" y="{y}">{html.escape(area.name)}</text>')
+        x += 40 + 7 * len(area.name)
+    return "".join(parts)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from frugal.cli_parts import Overrides, imported, writing
+from frugal.errors import ConfigError
 
 
 def plan(
@@ -43,6 +44,8 @@ def plan(
     ] = None,
 ) -> None:
     """Say what a run will need in memory, and whether it fits, before anything is downloaded."""
+    if picture is not None and picture.suffix.lower() not in (".svg", ".html"):
+        raise ConfigError(f"--picture {picture}: pictures are written as .svg or .html. Name the file so.")
     planner = imported("frugal.plan", "make_planner")(
         source,
         overrides or (),

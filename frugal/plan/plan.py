@@ -17,7 +17,7 @@ from frugal.plan.host import Sizes, disk_bytes, host_bytes, host_phases, merge_b
 from frugal.plan.inputs import Planned, architecture, dtype_name
 from frugal.plan.loading import load_peak
 from frugal.plan.network import UTILISATION, Network, gpu_flops, sent_bytes, step_flops
-from frugal.plan.outcome import Longest, Plan
+from frugal.plan.outcome import Longest, Plan, longest_of
 from frugal.plan.sharing import Sharing, StrategyName, Units, units_of
 from frugal.plan.simulate import Simulation
 from frugal.plan.sites import Peak, TokenLine
@@ -158,15 +158,18 @@ class Planner:
         workspace = WORKSPACE_BYTES // (groups * size * (4 + 4 * itemsize))
         return max(SHORTEST_LINE, 1 << int(max(2 * tile, 2 * chunk, workspace)).bit_length())
 
-    def longest_row(self, policy: Policy, budget_bytes: int | None = None) -> Longest:
-        """The longest row under ``policy``: by the line over the tokens, then by direct runs at the answer.
+    def longest_row(self, policy: Policy, budget_bytes: int | None = None, *, confirm: bool = False) -> Longest:
+        """The longest row under ``policy``: by the line over the tokens, and by direct runs at the answer.
 
-        A line is exact once every workspace has its full size; where it is not, direct runs lead to the answer.
+        A line is exact once every workspace has its full size. Below that length, and with ``confirm``, direct runs
+        lead to the answer.
         """
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         line = self.line(policy)
         slope, fixed = line.slope_and_fixed(max(line.most_tokens(budget), 2 * self.line_length))
         guess, most, confirmed = line.most_tokens(budget), 0, False
+        if guess >= self.line_length and not confirm:
+            most = guess
         for _ in range(MOST_RUNS):
             if guess <= most:
                 break
@@ -238,6 +241,9 @@ class Planner:
             "merge": Peak(0, {}, "", "on the host"),
         }
         longest = {p: self.longest_row(p) for p in self.policies} if with_line else {}
+        if longest:
+            best = longest_of(longest)
+            longest[best.policy] = self.longest_row(best.policy, confirm=True)
         peak = max(p.bytes for p in ordered.values())
         by_purpose, on_host, disk = self._host(policy, shape.tokens)
         return Plan(

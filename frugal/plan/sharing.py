@@ -34,6 +34,7 @@ class Units:
     embedding: int
     """0 where it is tied or trained, and then part of the root."""
     head: int
+    head_rows: int
     root_frozen: int
     root_trained: int
     buffers: int
@@ -83,6 +84,7 @@ def units_of(built: Built, layers: int) -> Units:
         layer_trained=max(_bytes(layer, True) for layer in found),
         embedding=0 if embedding is None else _bytes(embedding, False),
         head=0 if head is None else _bytes(head, False),
+        head_rows=0 if head is None else int(head.weight.shape[0]),
         root_frozen=sum(p.nbytes for p in root if not p.requires_grad),
         root_trained=sum(p.nbytes for p in root if p.requires_grad),
         buffers=buffers - in_layers + in_layers * layers // len(found),
@@ -191,7 +193,8 @@ class Sharing:
             "layer in backward": 2 * units.layer + (0 if self.gradients_wait else 2 * units.layer_trained),
             "embedding": (2 if flat else 1) * units.embedding,
             "head": units.head,
-            "head arriving": (2 if flat else 1) * units.head,
+            # in one tensor, without a flat buffer, where its rows divide
+            "head arriving": (2 if flat and units.head_rows % self.world_size else 1) * units.head,
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -245,6 +248,6 @@ class Sharing:
             found += gathered.get("embedding", 0)
         elif module in ("", self.units.head_name):
             found += gathered.get("head", 0)
-        else:  # the last norm: after it the head arrives, with torch's flat buffer beside it
+        else:  # the last norm: after it the head arrives
             found += gathered.get("head arriving", 0)
         return float(found)
