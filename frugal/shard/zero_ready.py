@@ -15,8 +15,8 @@ from torch.utils.cpp_extension import get_default_build_root
 
 from frugal.errors import UnsupportedError
 
-OLDEST = "0.18"
-"""The first DeepSpeed that reduces a window's gradients together, and that frugal was tried with."""
+OLDEST = "0.19.8"
+"""The DeepSpeed that frugal was tried with; 0.19.0 cannot reduce the gradients of a window together."""
 PIP = "pip install 'frugal[deepspeed]'"
 _BUILD_SECONDS = 600
 

@@ -1,6 +1,6 @@
 """What lies inside a DeepSpeed engine: partitions, gradients, optimizer state. No other module knows of it.
 
-Written for DeepSpeed 0.18 and 0.19. Every function is called by all ranks at the same time.
+Written for DeepSpeed 0.19.8. Every function is called by all ranks at the same time.
 """
 
 from __future__ import annotations
