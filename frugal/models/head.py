@@ -7,8 +7,9 @@ the head's own arithmetic must give the stock model's logits. Where it does not,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frugal.models.host_embedding import input_device
-from frugal.models.linear_parts import LinearParts, gathered, linear_parts, one_adapter
+from frugal.models.linear_parts import LinearParts, gathered, linear_parts, one_adapter, whole_weight
 from frugal.ops import linear_cross_entropy
 from frugal.ops.weights import matmul_t
 
@@ -67,8 +68,11 @@ class HeadSpec:
         reduction: str = "sum",
     ) -> Tensor:
         """Loss of hidden states [tokens, hidden_size] and shifted labels [tokens]: fp32 scalar, or [tokens]."""
-        with gathered(self.head):  # gradients are made in here, backward needs no weight
+        weight = whole_weight(self.head, hidden.device)
+        # gradients are made in here, backward needs no weight
+        with gathered(self.head) if weight is None else contextlib.nullcontext():
             parts = self._parts()
+            parts = parts if weight is None else replace(parts, weight=weight)
             lora, lora_input = one_adapter(parts.adapters), None
             if any(adapter.dropout for adapter in parts.adapters):
                 lora_input = F.dropout(hidden, parts.adapters[0].dropout)

@@ -16,6 +16,7 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from frugal.models.stored import StoredLinear
 from frugal.ops.weights import Weight
@@ -92,6 +93,24 @@ def gathered(module: nn.Module) -> Iterator[None]:
             unit.reshard()
         if parts:
             parts[0].partition(parts)
+
+
+def whole_weight(module: nn.Module, device: torch.device) -> Tensor | None:
+    """The frozen weight of a unit of `fully_shard`, gathered into one tensor on ``device`` (a collective).
+
+    `gathered` does the same with torch's flat buffer beside the parameter for a moment: twice a head's bytes, at the
+    place where a sharded step often has its peak. None where that way has to be taken: a trained weight, a bias, rows
+    that do not divide, shards that rest elsewhere.
+    """
+    weight = getattr(module, "weight", None)
+    if not is_unit(module) or not isinstance(weight, DTensor) or len(list(module.parameters())) != 1:
+        return None
+    even = weight.placements == (Shard(0),) and weight.shape[0] % weight.device_mesh.size() == 0
+    if weight.requires_grad or not even or weight.to_local().device != device:
+        return None
+    with torch.no_grad():
+        full: Tensor = DTensor.full_tensor(weight)
+        return full.detach()
 
 
 def _partitioned(module: nn.Module) -> list[Any]:

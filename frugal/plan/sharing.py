@@ -117,28 +117,43 @@ class Sharing:
     units: Units
     accumulation: int = 1
     """Micro-batches of a step on each rank."""
+    offload: bool = False
+    """Shards and optimizer state rest on the host; the optimizer steps there."""
 
     # ---- what a rank holds all the time ------------------------------------------------------------------------------
 
     @property
     def base_part(self) -> float:
-        """A rank's part of the frozen parameters."""
-        return 1 / self.world_size if self.shard_base else 1.0
+        """A rank's part of the frozen parameters on its device."""
+        return self._cut if self.shard_base else 1.0
 
     @property
     def trained_part(self) -> float:
-        """A rank's part of the adapters."""
-        return 1 / self.world_size if self.strategy in ("fsdp2", "zero3") else 1.0
+        """A rank's part of the adapters on its device."""
+        return self._cut if self.strategy in ("fsdp2", "zero3") else 1.0
 
     @property
     def state_part(self) -> float:
-        """A rank's part of the optimizer state."""
-        return 1.0 if self.strategy == "ddp" else 1 / self.world_size
+        """A rank's part of the optimizer state on its device."""
+        return 1.0 if self.strategy == "ddp" else self._cut
 
     @property
     def gradient_part(self) -> float:
-        """A rank's part of the gradients once they are reduced."""
-        return 1.0 if self.strategy in ("ddp", "zero1") else 1 / self.world_size
+        """A rank's part of the gradients on its device once they are reduced."""
+        return 1.0 if self.strategy in ("ddp", "zero1") else self._cut
+
+    @property
+    def _cut(self) -> float:
+        return 0.0 if self.offload else 1 / self.world_size
+
+    @property
+    def host_bytes(self) -> int:
+        """What rests on the host: shards, gradients of the trained ones, and optimizer state."""
+        if not self.offload or self.strategy == "ddp":
+            return 0
+        units = self.units
+        cut = units.trained * (2 + units.state_ratio) + (units.frozen if self.shard_base else 0)
+        return round(cut / self.world_size)
 
     @property
     def gradients_wait(self) -> bool:
@@ -155,7 +170,7 @@ class Sharing:
         if self.strategy == "fsdp2":
             return 0
         bucket = min(trained, 4 << 24)
-        return trained // self.world_size + (2 * bucket if self.strategy == "zero3" else bucket)
+        return round(trained * self._cut) + (2 * bucket if self.strategy == "zero3" else bucket)
 
     def held(self) -> dict[str, int]:
         """Bytes that a rank holds between two steps, by what they are."""
@@ -203,6 +218,7 @@ class Sharing:
             "strategy": self.strategy,
             "world_size": self.world_size,
             "shard_base": self.shard_base,
+            "offload": self.offload,
             "held_bytes": self.held(),
             "gathered_bytes": self.gathered(),
         }
