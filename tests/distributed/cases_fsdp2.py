@@ -63,7 +63,6 @@ def case_host_shards(rank: Rank) -> dict[str, Any]:
     return finish(rank, start(Setting(), FullyShard(CPU, offload=True)))
 
 
-
 def case_tied_with_new_tokens(rank: Rank) -> dict[str, Any]:
     return finish(rank, start(TIED, FullyShard(CPU)))
 

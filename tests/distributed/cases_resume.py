@@ -76,7 +76,8 @@ def case_blocks(rank: Rank) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (rank.world,))
     cpu = torch.device("cpu")
     out: dict[str, Any] = {}
-    for name, shape, dim in (("on", (128, 64), 0), ("off", (150, 65), 0), ("columns", (6, 1024), 1), ("few", (1, 8192), 0)):
+    rows = (("on", (128, 64), 0), ("off", (150, 65), 0), ("columns", (6, 1024), 1), ("few", (1, 8192), 0))
+    for name, shape, dim in rows:
         generator = torch.Generator().manual_seed(3)
         weight, grads = torch.randn(shape, generator=generator), torch.randn((3, *shape), generator=generator)
         alone = nn.Parameter(weight.clone())

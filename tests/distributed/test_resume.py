@@ -1,4 +1,4 @@
-"""Saved by any strategy and number of processes, resumed by any other: same rows, same losses, same adapter, one file."""
+"""Saved by any strategy and number of processes, resumed by any other: same rows, losses and adapter, one file."""
 
 from __future__ import annotations
 
