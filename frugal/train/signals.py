@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
@@ -24,6 +26,9 @@ class StopRequest:
         self._say = say
         self._former: dict[int, Any] = {}
         self._signal: int | None = None
+        self._first = 0.0
+        # under torchrun and accelerate launch one Ctrl-C arrives twice
+        self._same_seconds = 3.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 
     @property
     def exit_code(self) -> int | None:
@@ -55,8 +60,10 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = _NAMES[signal.Signals(number)]
+        if self._signal is not None and time.monotonic() - self._first < self._same_seconds:
+            return  # the terminal signals launcher and ranks alike, and the launcher passes it on
         if self._signal is not None:
             code = EXIT_TERMINATED if number == signal.SIGTERM else EXIT_INTERRUPTED
             raise Interrupted(f"stopped at once by a second {name}; the newest complete checkpoint stands.", code)
-        self._signal = number
+        self._signal, self._first = number, time.monotonic()
         self._say(f"{name}: finishing this step and saving; once more leaves at once.")

@@ -51,3 +51,14 @@ def test_another_thread_has_no_handlers_and_can_be_asked() -> None:
     thread.start()
     thread.join()
     assert outcome == [None, 130]
+
+
+def test_under_a_launcher_one_signal_may_come_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with StopRequest(lambda text: None) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # the launcher passes on what the terminal sent to all
+        assert stop.exit_code == 130
+        monkeypatch.setattr(stop, "_first", stop._first - 10)
+        with pytest.raises(Interrupted):
+            os.kill(os.getpid(), signal.SIGINT)
