@@ -17,7 +17,8 @@ from bitsandbytes import functional as bnb
 from torch import Tensor
 
 from benchmarks.attention_cases import ATTENTION_CASES, FORMS, Form
-from benchmarks.kernel_cases import CASES, HIDDEN, INTERMEDIATE, TOKENS
+from benchmarks.kernel_cases import CASES, HEAD_SIZE, HIDDEN, INTERMEDIATE, KV_HEADS, Q_HEADS, RANK, TOKENS
+from frugal.ops.adam8bit import adam8bit_
 from frugal.ops.target import no_tensor_cores, no_triton, target_of
 
 Timer = Callable[[Callable[[], Any]], float]
@@ -65,6 +66,27 @@ def torch_forms(dtype: torch.dtype, device: torch.device) -> dict[str, Callable[
                                           compress_statistics=True)  # fmt: skip
         return lambda: bnb.dequantize_4bit(packed, state)
 
+    def rope() -> Callable[[], Any]:
+        heads = [random(1, TOKENS, n, HEAD_SIZE).transpose(1, 2) for n in (Q_HEADS, KV_HEADS)]
+        cos, sin = random(1, 1, TOKENS, HEAD_SIZE), random(1, 1, TOKENS, HEAD_SIZE)
+
+        def turned(x: Tensor) -> Tensor:
+            a, b = x.chunk(2, -1)
+            return x * cos + torch.cat([-b, a], -1) * sin
+
+        return lambda: [turned(x) for x in heads]
+
+    def adam() -> Callable[[], Any]:
+        count = INTERMEDIATE * RANK
+        param, grad = random(count), random(count)
+        states = [torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(2)]
+        scales = [torch.zeros(count // 256, device=device) for _ in range(2)]
+        maps = [bnb.create_dynamic_map(signed).to(device) for signed in (True, False)]
+        return lambda: adam8bit_(
+            param, grad, *states, *scales, *maps, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=2,
+            implementation="bitsandbytes",
+        )  # fmt: skip
+
     def attention(form: Form, backward: bool) -> Callable[[], Callable[[], Any]]:
         def build() -> Callable[[], Any]:
             half = form.tokens // 2
@@ -86,6 +108,9 @@ def torch_forms(dtype: torch.dtype, device: torch.device) -> dict[str, Callable[
         "rms_norm": rms_norm,
         "gated_silu": gated,
         "cross_entropy_128256": cross_entropy(128256),
+        "cross_entropy_once_128256": cross_entropy(128256),
+        "rope": rope,
+        "adam8bit": adam,
         "nf4_dequantize_double": nf4,
     }
     for name, form in FORMS.items():
