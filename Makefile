@@ -21,7 +21,7 @@ help:
 	@echo "make quickstart  set up, fetch a small model and data, train into $(RUN), show answers before and after"
 	@echo "make test        run the tests"
 	@echo "make check       lint, types, layers"
-	@echo "make mutants     plant faults in the kernels and see the tests catch each (10 minutes)"
+	@echo "make mutants     plant faults in the kernels and see the tests catch each (20 minutes)"
 	@echo "make kernels     compile every kernel for every GPU generation, count its traffic (30 minutes, no GPU)"
 	@echo "make setup       only the environment, $(VENV)"
 	@echo "make docs        write docs/config.md anew"
