@@ -32,6 +32,9 @@ def plan(
         Literal["auto", "true", "false"],
         typer.Option(help="Cut the frozen base too (fsdp2). auto: where it does not fit each GPU."),
     ] = "auto",
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Shards and optimizer state rest in host memory (fsdp2, zero).")
+    ] = False,
     gpus_per_host: Annotated[
         int | None, typer.Option(min=1, help="GPUs of one machine. Unset: all, up to eight.", show_default=False)
     ] = None,
@@ -56,6 +59,7 @@ def plan(
         world_size=world_size,
         strategy=None if strategy == "auto" else strategy,
         shard_base=None if shard_base == "auto" else shard_base == "true",
+        offload=offload,
         gpus_per_host=gpus_per_host,
     )
     fits: bool = imported("frugal.plan.command", "run")(planner, as_json=as_json, sweep=sweep, solve=solve)

@@ -60,6 +60,7 @@ def share(config: Config, launch: Launch, planner: Planner, device: torch.device
         offload = launch.offload if asked.offload == "auto" else bool(asked.offload)
         # accelerate's default is true; only false was somebody's choice
         reshard = False if launch.reshard_after_forward is False else None
+        planner = replace(planner, offload=offload)
         found = FullyShard(device, shard_base=cut, offload=offload, reshard_after_forward=reshard)
         return Shared(found, planner, reason)
     return Shared(_zero(config, int(name[-1]), device), planner, reason)

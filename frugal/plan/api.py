@@ -43,6 +43,7 @@ def make_planner(
     world_size: int = 1,
     strategy: StrategyName | None = None,
     shard_base: bool | None = None,
+    offload: bool = False,
     gpus_per_host: int | None = None,
 ) -> Planner:
     """A planner for ``source``: a configuration (object, mapping, YAML file), a model's folder, or a name.
@@ -60,7 +61,13 @@ def make_planner(
     if shard_base is None and asked.shard_base != "auto":
         shard_base = bool(asked.shard_base)
     planner = Planner.of(
-        config, device, world_size=world_size, strategy=strategy, shard_base=shard_base, gpus_per_host=gpus_per_host
+        config,
+        device,
+        world_size=world_size,
+        strategy=strategy,
+        shard_base=shard_base,
+        offload=offload or asked.offload is True,
+        gpus_per_host=gpus_per_host,
     )
     return settled(planner)[0]
 
@@ -76,6 +83,7 @@ def plan(
     world_size: int = 1,
     strategy: StrategyName | None = None,
     shard_base: bool | None = None,
+    offload: bool = False,
     gpus_per_host: int | None = None,
 ) -> Plan:
     """Forecast memory of a run, of which no weight is downloaded and no tensor allocated.
@@ -88,9 +96,10 @@ def plan(
         world_size: ranks that share the run; the plan is that of one of them.
         strategy: ddp, fsdp2, zero1, zero2 or zero3; None: copies where the base fits each GPU, else fsdp2 with all cut.
         shard_base: whether fsdp2 cuts the frozen base too; None: where it does not fit whole.
+        offload: shards and optimizer state rest on the host.
         gpus_per_host: ranks on one machine; None: all, up to eight.
     """
     planner = make_planner(source, overrides, gpu=gpu, vram=vram, host_ram=host_ram, tokens=tokens,
-                           world_size=world_size, strategy=strategy, shard_base=shard_base,
+                           world_size=world_size, strategy=strategy, shard_base=shard_base, offload=offload,
                            gpus_per_host=gpus_per_host)  # fmt: skip
     return planner.plan()

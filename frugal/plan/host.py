@@ -31,7 +31,8 @@ class Sizes:
     dataset_bytes: int = 0
     embedding_bytes: int = 0
     """Of an embedding table that waits on the host."""
-    rotation_only: bool = False
+    shards_bytes: int = 0
+    """Of a rank's shards and optimizer state that rest on the host."""
 
 
 def offloaded_bytes(sizes: Sizes) -> int:
@@ -54,6 +55,7 @@ def host_bytes(sizes: Sizes, parts: list[Part]) -> dict[str, int]:
         "largest tensor while loading": largest if on_gpu else 0,
         "offloaded layer inputs": offloaded_bytes(sizes) if on_gpu and sizes.policy == "offload" else 0,
         "embedding table": sizes.embedding_bytes,
+        "shards": sizes.shards_bytes,
         "data": sizes.dataset_bytes,
         "checkpoint being written": sizes.checkpoint_bytes if on_gpu else 0,
     }
@@ -61,7 +63,7 @@ def host_bytes(sizes: Sizes, parts: list[Part]) -> dict[str, int]:
 
 def host_phases(by_purpose: dict[str, int], merge_bytes: int, ranks: int = 1) -> dict[str, int]:
     """Peak of host memory in each phase, of ``ranks`` processes on one machine; the first one alone writes."""
-    rest = by_purpose["process"] + by_purpose["data"] + by_purpose["embedding table"]
+    rest = by_purpose["process"] + by_purpose["data"] + by_purpose["embedding table"] + by_purpose["shards"]
     step = ranks * (rest + by_purpose["offloaded layer inputs"])
     return {
         "load": ranks * (rest + by_purpose["largest tensor while loading"]),

@@ -12,17 +12,14 @@ from frugal.ops.gated_mlp import TILE_BYTES
 from frugal.ops.head_groups import WORKSPACE_BYTES
 from frugal.ops.linear_cross_entropy import CHUNK_BYTES
 from frugal.plan.allowance import device_allowance, tensor_budget
+from frugal.plan.around import host_of, network_of
 from frugal.plan.built import PHASES, Phase, Policy, Shape
-from frugal.plan.host import Sizes, disk_bytes, host_bytes, host_phases, merge_bytes
 from frugal.plan.inputs import Planned, architecture, dtype_name
 from frugal.plan.loading import load_peak
-from frugal.plan.network import UTILISATION, Network, gpu_flops, sent_bytes, step_flops
 from frugal.plan.outcome import Longest, Plan, longest_of
 from frugal.plan.sharing import Sharing, StrategyName, Units, units_of
 from frugal.plan.simulate import Simulation
 from frugal.plan.sites import Peak, TokenLine
-from frugal.plan.skeleton import Part, layer_count
-from frugal.save.space import STATE_BYTES, kept_at_once
 
 __all__ = ["POLICIES", "Plan", "Planner", "Policy"]
 
@@ -55,6 +52,8 @@ class Planner:
     """How they share it; None: as `frugal.plan.strategy` chooses."""
     shard_base: bool | None = None
     """Whether FSDP2 and ZeRO-3 cut the frozen base too; None: where it does not fit each GPU whole."""
+    offload: bool = False
+    """Whether shards and optimizer state rest on the host (fsdp2, zero)."""
     gpus_per_host: int | None = None
     """Ranks on one machine; None: all, up to eight."""
     simulations: dict[Policy, Simulation] = field(default_factory=dict, repr=False)
@@ -103,6 +102,7 @@ class Planner:
             base and self.strategy in ("fsdp2", "zero3"),
             self._units,
             self.config.train.gradient_accumulation_steps,
+            self.offload,
         )
 
     def simulation(self, policy: Policy) -> Simulation:
@@ -204,7 +204,7 @@ class Planner:
 
     def host_need(self, policy: Policy, tokens: int) -> int:
         """Highest phase of host memory."""
-        _, phases, _ = self._host(policy, tokens)
+        _, phases, _ = host_of(self, policy, tokens)
         return max(phases.values())
 
     def choose_policy(self) -> tuple[Policy, dict[str, int]]:
@@ -229,7 +229,7 @@ class Planner:
         if self.has_eval is not False and "evaluation" in simulated:
             phases["evaluation"] = sim.peak("evaluation", self.eval_shape or Shape(rows, self.config.data.max_length))
         rest = sim.at_rest("steady_step", shape)
-        _, parameters, trained = self._account(sim)
+        parameters, trained = sim.numbers()
         load = self.load_peak(policy)
         # copies of the adapter and of generators' states are on the host, which on a CPU run is the device
         copies = 4 * trained + RNG_BYTES if self.device.kind == "cpu" else 0
@@ -245,7 +245,7 @@ class Planner:
             best = longest_of(longest)
             longest[best.policy] = self.longest_row(best.policy, confirm=True)
         peak = max(p.bytes for p in ordered.values())
-        by_purpose, on_host, disk = self._host(policy, shape.tokens)
+        by_purpose, on_host, disk = host_of(self, policy, shape.tokens)
         return Plan(
             base=self.config.model.base,
             device=self.device,
@@ -265,57 +265,9 @@ class Planner:
             tried=tried,
             sharing=sim.sharing,
             strategy_reason=self.strategy_reason,
-            network=self._network(policy, parameters, trained),
+            network=network_of(self, policy),
             ranks_per_host=self.ranks_per_host,
         )
-
-    def _network(self, policy: Policy, parameters: int, trained: int) -> Network | None:
-        sharing = self.sharing
-        if sharing is None:
-            return None
-        text = self.architecture.get_text_config()
-        heads = int(text.num_attention_heads)
-        flops = step_flops(
-            parameters=parameters,
-            embedding=text.vocab_size * text.hidden_size,
-            trained=trained,
-            layers=layer_count(self.architecture),
-            width=heads * (getattr(text, "head_dim", None) or text.hidden_size // heads),
-            rows=self.shape.rows,
-            length=self.shape.length,
-            recompute=policy != "none",
-        )
-        rate = UTILISATION * gpu_flops(self.device.name)
-        seconds = flops * sharing.accumulation / rate
-        hosts = -(-self.world_size // self.ranks_per_host)
-        return Network(sent_bytes(sharing), seconds, rate, self.ranks_per_host, hosts)
-
-    def _account(self, sim: Simulation) -> tuple[list[Part], int, int]:
-        """(parts, parameters of the base, trained values) of the whole model."""
-        parameters, trained = sim.numbers()
-        return sim.parts(), parameters, trained
-
-    def _host(self, policy: Policy, tokens: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-        sim = self.simulation(policy)
-        parts, parameters, trained = self._account(sim)
-        output, train = self.config.output, self.config.train
-        saves = 2 if self.optimizer_steps is None else -(-self.optimizer_steps // (output.save_steps or 10**9))
-        sizes = Sizes(
-            kind=self.device.kind,
-            layers=layer_count(self.architecture),
-            hidden_size=int(self.architecture.get_text_config().hidden_size),
-            itemsize=self.device.dtype.compute.itemsize,
-            tokens=tokens,
-            policy=policy,
-            trained_bytes=4 * trained,
-            checkpoint_bytes=int(trained * (4 + STATE_BYTES[train.optim])) + 1_000_000,
-            kept_checkpoints=kept_at_once(output.save_total_limit, output.keep_best, max(saves, 1)),
-            base_parameters=parameters,
-            dataset_bytes=self.dataset_bytes,
-            embedding_bytes=sim.built(sim.counts[-1]).fake.host_embedding_bytes,
-        )
-        by_purpose = host_bytes(sizes, parts)
-        return by_purpose, host_phases(by_purpose, merge_bytes(parts), self.ranks_per_host), disk_bytes(sizes)
 
     def with_memory(self, **changes: Any) -> Planner:
         """The same run with other values in its memory section."""

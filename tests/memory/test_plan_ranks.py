@@ -84,6 +84,16 @@ def test_sharding_lowers_every_phase_and_many_ranks_come_close_to_nothing(folder
     assert rest.simulation("recompute").at_rest("steady_step", rest.shape) < 0.05 * units.frozen + units.buffers
 
 
+def test_shards_that_rest_on_the_host(folder: Path) -> None:
+    on_device = planner(folder, world_size=2, strategy="fsdp2", shard_base=True).plan(with_line=False)
+    on_host = planner(folder, world_size=2, strategy="fsdp2", shard_base=True, offload=True).plan(with_line=False)
+    units = on_host.sharing.units  # type: ignore[union-attr]
+    cut = (units.frozen + units.trained * (1 + units.state_ratio)) / 2
+    assert on_device.phases["save"].bytes - on_host.phases["save"].bytes == pytest.approx(cut, rel=1e-3)
+    assert on_host.host["shards"] == pytest.approx(cut + units.trained / 2, rel=1e-3)
+    assert on_host.phases["steady_step"].bytes < on_device.phases["steady_step"].bytes
+
+
 def test_the_choice_of_a_strategy(folder: Path) -> None:
     assert choose_strategy(planner(folder)).strategy is None
     roomy = choose_strategy(planner(folder, world_size=2))
