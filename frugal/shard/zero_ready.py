@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from packaging.version import Version
-from torch.utils.cpp_extension import get_default_build_root
 
 from frugal.errors import UnsupportedError
 
@@ -47,6 +46,8 @@ def require_deepspeed(device: torch.device) -> None:
 
 def _require_compiler() -> None:
     """On CPUs DeepSpeed compiles one operation (one to two minutes) before its first start."""
+    from torch.utils.cpp_extension import get_default_build_root  # it imports setuptools: only where it is needed
+
     place = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     folders = [found.parent for found in place.glob("**/deepspeed_shm_comm/*") if found.name in ("lock", "build.ninja")]
     built = any(next(folder.glob("*.so"), None) is not None for folder in folders)
