@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from worker import Rank
 
 from frugal.errors import FrugalError
+from frugal.run import train
+from frugal.save import writer
 from frugal.train import ranks, roster
 
 
@@ -108,3 +112,18 @@ def case_lost_silent(rank: Rank) -> dict[str, Any]:
         time.sleep(15)
         os._exit(1)
     return _message(lambda: torch.distributed.all_reduce(torch.ones(4), group=group))
+
+
+def case_lost_save(rank: Rank) -> dict[str, Any]:
+    """Rank 0 is killed in the middle of writing its second checkpoint of a whole run."""
+    config = json.loads(os.environ["RUN_CONFIG"])
+    if rank.rank == 0:
+        complete = writer.save_adapter
+
+        def then_die(*args: Any, **kwargs: Any) -> None:
+            complete(*args, **kwargs)
+            if (Path(config["output"]["dir"]) / "checkpoint-2").exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        writer.save_adapter = then_die
+    return _message(lambda: train(config))

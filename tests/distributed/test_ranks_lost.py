@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import runs
 from harness import Outcomes, run_cases
+
+from frugal.save.checkpoint import find_latest
 
 LOST = {
     "first": (15, "process 0 of 2"),
@@ -48,6 +53,26 @@ def check(report: dict[str, object], case: str) -> None:
 def test_a_lost_rank_is_named(outcomes: Outcomes, case: str) -> None:
     (report,) = outcomes[f"lost_{case}"].reports
     check(report, case)
+
+
+def test_a_rank_killed_while_it_saves(tmp_path: Path, make_tiny_llama: Callable[..., Path]) -> None:
+    """The last complete checkpoint stands, the half one is none; the other rank leaves soon, with a message."""
+    rows = runs.write_rows(tmp_path / "rows.jsonl")
+    config = runs.config(make_tiny_llama(), rows, tmp_path / "run", output={"save_steps": 2})
+    outcomes = run_cases(
+        tmp_path / "cases",
+        "cases_ranks",
+        ["lost_save"],
+        RUN_CONFIG=json.dumps(config),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    (report,) = outcomes["lost_save"].reports
+    assert report["error"] == "ProcessLost"
+    assert "process 0 of 2" in report["text"]
+    latest = find_latest(tmp_path / "run")
+    assert latest is not None
+    assert latest.name == "checkpoint-2"
+    assert not (tmp_path / "run" / "checkpoint-4").exists()
 
 
 def test_a_lost_store_is_noticed(tmp_path: Path) -> None:
