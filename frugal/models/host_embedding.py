@@ -27,7 +27,7 @@ class HostEmbedding(nn.Embedding):
     the state dict under its usual name.
     """
 
-    weight: Tensor  # type: ignore[assignment]
+    weight: Tensor
 
     def __init__(self, weight: Tensor, device: torch.device, compute_dtype: torch.dtype) -> None:
         """``weight`` [num_embeddings, embedding_dim] as it is stored; rows are given out in ``compute_dtype``."""
@@ -57,7 +57,7 @@ class HostEmbedding(nn.Embedding):
         if not self._stages or self._stages[0].shape[0] != at_once:
             size = (at_once, self.embedding_dim)
             self._stages = [torch.empty(size, dtype=self.weight.dtype, pin_memory=on_cuda) for _ in range(2)]
-            self._copied: list[torch.cuda.Event | None] = [None, None]
+            self._copied = [None, None]
         for turn, start in enumerate(range(0, ids.shape[0], at_once)):
             some = ids[start : start + at_once]
             stage, event = self._stages[turn % 2][: some.shape[0]], self._copied[turn % 2]
@@ -92,7 +92,7 @@ class HostEmbedding(nn.Embedding):
 def input_device(model: Any) -> torch.device:
     """Where a model's input belongs: the device of what its embedding gives out."""
     embedding = model.get_input_embeddings()
-    return embedding.device if isinstance(embedding, HostEmbedding) else embedding.weight.device  # type: ignore[no-any-return]
+    return embedding.device if isinstance(embedding, HostEmbedding) else embedding.weight.device
 
 
 def host_refusal(model: Any) -> str | None:

@@ -144,10 +144,14 @@ def test_a_run_with_the_table_on_the_host_is_the_same_run(
 ) -> None:
     """Training, samples, evaluation, checkpoints, resuming and merging; every place where a device is asked for."""
     folder, rows = make_tiny_llama(tie_word_embeddings=False), runs.write_rows(tmp_path / "rows.jsonl", 12)
-    made: list[HostEmbedding] = []
-    monkeypatch.setattr(
-        HostEmbedding, "train", lambda self, mode=True: made.append(self) or nn.Module.train(self, mode)
-    )
+    made: list[torch.device] = []
+    stock = HostEmbedding.__init__
+
+    def counted(self: HostEmbedding, weight: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
+        made.append(device)
+        stock(self, weight, device, dtype)
+
+    monkeypatch.setattr(HostEmbedding, "__init__", counted)
 
     def settings(name: str, where: str) -> dict[str, Any]:
         return runs.config(
