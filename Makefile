@@ -4,13 +4,15 @@ PYTHON ?= python3
 VENV ?= .venv
 # One exact version whose ordinary wheel runs here without a GPU; with an NVIDIA driver the newest that pip finds.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.9,torch==2.13.0)
-EXTRAS ?= dev,notebooks,trl,report,deepspeed
+EXTRAS ?= dev,notebooks,trl,report
 # Tests: processes, and threads of each.
 WORKERS ?= 2
 THREADS ?= 1
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# DeepSpeed is built from its sources when it is installed; only the tests need it.
+DEEPSPEED := $(VENV)/.deepspeed
 RUN := runs/quickstart
 # make quickstart OVERRIDES="train.max_steps=10": keys of configs/quickstart.yaml to change.
 OVERRIDES ?=
@@ -43,6 +45,10 @@ $(INSTALLED): pyproject.toml setup.py $(VENV)/.asked
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@
 
+$(DEEPSPEED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS),deepspeed]'
+	@touch $@
+
 quickstart: setup
 	$(BIN)/frugal fetch smollm2-135m-instruct
 	$(BIN)/frugal fetch chatterbot-corpus
@@ -55,7 +61,7 @@ quickstart: setup
 	@echo "  $(BIN)/frugal chat $(RUN) --prompt 'My computer will not turn on.'"
 	@echo "  $(BIN)/frugal configs copy quickstart mine.yaml    # then put your own data in"
 
-test: setup
+test: setup $(DEEPSPEED)
 	OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 mutants: setup
