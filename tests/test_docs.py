@@ -1,5 +1,6 @@
 """The documentation says what is true: its YAML loads, its commands exist, its links lead somewhere."""
 
+import itertools
 import json
 import re
 import shlex
@@ -70,6 +71,12 @@ def test_python_blocks_use_names_that_exist(page: str, text: str) -> None:
 
 @pytest.mark.parametrize(("page", "words"), commands())
 def test_commands_exist(page: str, words: list[str]) -> None:
+    if words[0] in ("accelerate", "torchrun"):
+        for option, value in itertools.pairwise(words):
+            assert option != "--config_file" or (ROOT / value).exists(), f"{page}: {value}"
+        assert "-m" in words, f"{page}: {words}"
+        words = words[words.index("-m") + 1 :]
+        assert words[0] == "frugal", f"{page}: {words}"
     if words[0] == "make":
         rules = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert all(word in rules for word in words[1:] if "=" not in word), f"{page}: {words}"
@@ -82,7 +89,7 @@ def test_commands_exist(page: str, words: list[str]) -> None:
         options = {text for parameter in command.params for text in parameter.opts}
         assert all(word in options for word in rest if word.startswith("--")), f"{page}: {words}"
     else:
-        assert words[0] in ("source", "pip", "accelerate", "python"), f"{page}: {words}"
+        assert words[0] in ("source", "pip", "python"), f"{page}: {words}"
 
 
 def test_quick_commands_run(tmp_path: Path) -> None:
