@@ -18,6 +18,7 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -308,9 +309,10 @@ def main() -> None:
         )
     check(table)
     if options.json is not None:
-        options.json.write_text(
-            json.dumps({**environment(), "steps": STEPS, "rows": table}, indent=1) + "\n", encoding="utf-8"
-        )
+        found = environment()
+        if importlib.util.find_spec("deepspeed") is not None:
+            found["versions"]["deepspeed"] = version("deepspeed")
+        options.json.write_text(json.dumps({**found, "steps": STEPS, "rows": table}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
