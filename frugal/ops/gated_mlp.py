@@ -153,8 +153,8 @@ def gated_mlp(
 
     ``gate_up`` is (gate, up), each [intermediate_size, hidden_size], or one projection [2 * intermediate_size,
     hidden_size] with gate's rows first (Phi-3's layout). ``tile_tokens`` bounds a tile; unset, its buffers take at
-    most 128 MiB (32 on a CPU). Adapter dropout is not done here: use `lora_linear` three times. Raises ``ValueError`` for sizes that do not
-    fit.
+    most 128 MiB (32 on a CPU). Adapter dropout is not done here: use `lora_linear` three times. Raises ``ValueError``
+    for sizes that do not fit.
     """
     size = down.in_features
     if sum(p.out_features for p in gate_up) != 2 * size or any(p.in_features != x.shape[-1] for p in gate_up):

@@ -24,7 +24,8 @@ from frugal.ops.planned import planned_targets, sampled
 from frugal.ops.weights import Weight, row_blocks
 
 Reduction = Literal["sum", "mean", "none"]
-# One chunk of logits. Every chunk reads (or dequantises, or widens) the whole head: a few hundred tokens make up for it.
+# One chunk of logits. Every chunk reads (or dequantises, or widens) the whole head: a few hundred tokens make up for
+# it.
 CHUNK_BYTES = 128 * 2**20
 CPU_CHUNK_BYTES = 48 * 2**20
 MIN_CHUNK_TOKENS = 32  # narrower products are slow on every device
@@ -189,8 +190,8 @@ def linear_cross_entropy(
     dense (frozen or trained) or quantised (frozen). ``lora`` is (A [r, hidden_size], B [vocab, r], scale) on the head,
     and ``lora_input [tokens, hidden_size]`` what A reads instead of ``hidden`` (after dropout). ``token_weights
     [tokens]`` multiply each token's loss and get no gradient. ``chunk_tokens`` and ``chunk_vocab`` bound a chunk of
-    logits; unset, it is at most 128 MiB (48 on a CPU). ``mean`` divides by ``count``, or by the number of labels that are not ignored
-    (0/0 is 0). Returns fp32 (fp64 for fp64 input): a scalar, or [tokens] for ``none``.
+    logits; unset, it is at most 128 MiB (48 on a CPU). ``mean`` divides by ``count``, or by the number of labels that
+    are not ignored (0/0 is 0). Returns fp32 (fp64 for fp64 input): a scalar, or [tokens] for ``none``.
     """
     if hidden.dim() != 2 or labels.dim() != 1 or hidden.shape[0] != labels.shape[0]:
         raise ValueError(f"hidden [tokens, hidden_size] and labels [tokens] expected, got {tuple(hidden.shape)} and "
