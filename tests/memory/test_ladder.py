@@ -58,7 +58,8 @@ def test_a_run_with_less_memory_ends_with_the_same_losses(
     taken = manifest["memory ladder"]
     assert taken
     assert manifest["probe"]["step_bytes"] <= 0.7 * need
-    assert losses(tmp_path / "less") == pytest.approx(losses(tmp_path / "enough"), abs=1e-6)
+    # of losses near 9, of which float32 tells 1e-6 apart: other chunks, other order of sums
+    assert losses(tmp_path / "less") == pytest.approx(losses(tmp_path / "enough"), rel=1e-6)
     shown = capsys.readouterr()
     assert "out of memory" in shown.out + shown.err
     for name in ("adapter_model.safetensors", "adapter_config.json"):
