@@ -115,7 +115,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     ("cross_entropy_once", "cross_entropy", "rescaled the wrong way", "tl.exp(written - last)", "tl.exp(last - written)"),
     ("cross_entropy_once", "cross_entropy", "a piece of -inf", 'tl.where(higher == -float("inf"), 0.0, higher)', "higher"),
     ("cross_entropy_once", "cross_entropy", "float16's total unbounded", "if total > most:", "if False:"),
-    ("cross_entropy_once", "cross_entropy", "label not left out", "tl.where(column == label, 0.0, e) * slope", "e * slope"),
+    ("cross_entropy_once", "cross_entropy", "slope of the cap dropped", "0.0, e) * slope", "0.0, e) * scale"),
     ("cross_entropy_once", "cross_entropy", "label's own share dropped", "(tl.exp(target - last) - total)", "(0.0 - total)"),
     ("cross_entropy_once", "cross_entropy", "slope of the cap dropped at the label", "- total) * target_slope", "- total) * scale"),
     ("cross_entropy_once", "cross_entropy", "token weight left out of the factor", "weight / total)", "1.0 / total)"),
