@@ -173,6 +173,19 @@ def test_rows_read_once(case: str, dtype: torch.dtype, kind: str) -> None:
     assert (loss[2], factor[2]) == (0, 0)
 
 
+def test_a_label_that_the_caller_masked() -> None:
+    """An infinite loss, but a gradient as of any other row, though the first pieces hold nothing finite."""
+    logits = torch.randn(1, 300)
+    logits[:, :130] = -torch.inf
+    leaf = logits.double().requires_grad_()
+    labels = torch.tensor([3])
+    (exact,) = torch.autograd.grad(torch.logsumexp(leaf, 1).sum(), leaf)
+    exact[0, 3] -= 1
+    loss, factor = once(logits, labels, 64)
+    assert loss.item() == torch.inf
+    close_to_exact(factor[:, None] * logits, exact, slack=16.0)
+
+
 def test_raised_levels_are_seen() -> None:
     """The rows of the test above do take the ways they are made for."""
     labels = torch.tensor([100, 299, -100, 130, 210, 250])
