@@ -68,12 +68,20 @@ def handled(command: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def takes_file(path: Path, option: str) -> None:
+    """Raise ConfigError unless a file can be written at ``path``, which ``option`` names."""
+    folder = path.absolute().parent
+    if not folder.is_dir() or path.is_dir():
+        raise ConfigError(f"{option} {path}: no folder to write to, or a folder itself. Name a file.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {path}: {folder} may not be written to. Name a file in another folder.")
+
+
 @contextlib.contextmanager
 def writing(path: Path, option: str) -> Iterator[None]:
     """A file that an option names: a place that takes none is said before the work, a failed write after it."""
+    takes_file(path, option)
     try:
-        if not path.absolute().parent.is_dir() or path.is_dir():
-            raise ConfigError(f"{option} {path}: no folder to write to, or a folder itself. Name a file.")
         yield
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be written ({error.strerror})") from None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from frugal.cli_parts import Overrides, imported, writing
+from frugal.cli_parts import Overrides, imported, takes_file, writing
 from frugal.errors import ConfigError
 
 
@@ -49,6 +49,11 @@ def plan(
     """Say what a run will need in memory, and whether it fits, before anything is downloaded."""
     if picture is not None and picture.suffix.lower() not in (".svg", ".html"):
         raise ConfigError(f"--picture {picture}: pictures are written as .svg or .html. Name the file so.")
+    if picture is not None:
+        takes_file(picture, "--picture")
+    if sweep and solve:
+        raise ConfigError("--sweep and --solve are two questions: give one of them.")
+    _refuse(world_size, strategy, shard_base, offload, gpus_per_host)
     planner = imported("frugal.plan", "make_planner")(
         source,
         overrides or (),
@@ -68,3 +73,25 @@ def plan(
             imported("frugal.plan.picture", "draw")(planner, picture)
     if not fits:
         raise typer.Exit(1)
+
+
+def _refuse(world_size: int, strategy: str, shard_base: str, offload: bool, gpus_per_host: int | None) -> None:
+    """Raise ConfigError for options without effect, or that exclude each other: `frugal train` refuses them too."""
+    given = {
+        f"--strategy {strategy}": strategy not in ("auto", "ddp"),
+        f"--shard-base {shard_base}": shard_base != "auto",
+        "--offload": offload,
+        f"--gpus-per-host {gpus_per_host}": gpus_per_host is not None,
+    }
+    shared = [option for option, is_given in given.items() if is_given]
+    if shared and world_size == 1:
+        raise ConfigError(
+            f"{' '.join(shared)}: for a run that several GPUs share, and --world-size is 1. Add --world-size 2 (or "
+            f"more), or leave {'it' if len(shared) == 1 else 'them'} out."
+        )
+    if shard_base == "true" and strategy in ("ddp", "zero1", "zero2"):
+        raise ConfigError(f"--shard-base true: {strategy} keeps the base whole. Use --strategy fsdp2 or zero3.")
+    if shard_base == "false" and strategy == "zero3":
+        raise ConfigError("--shard-base false: zero3 cuts everything. Use --strategy zero2 or fsdp2.")
+    if offload and strategy == "ddp":
+        raise ConfigError("--offload: ddp keeps everything on its device. Use --strategy fsdp2, zero2 or zero3.")

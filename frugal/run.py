@@ -21,7 +21,7 @@ from frugal.models.tokenizer import rows_needed, zero_embedding_rows
 from frugal.ops.choice import check_attention
 from frugal.run_memory import forecast, limit_allocator, make_planner, probe, start_ladder
 from frugal.run_record import RunRecord
-from frugal.run_share import Loading, share
+from frugal.run_share import Loading, asked_engine, share
 from frugal.run_steps import (
     check_disk,
     forget,
@@ -91,6 +91,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
     run_dir, plain, settings = Path(config.output.dir), config.model_dump(mode="json"), config.train
     check_trackers(list(settings.report_to))
     launch = read_launch()
+    asked_engine(config, launch)  # here for its refusals
     accelerator = make_accelerator(run_dir, list(settings.report_to), timeout_seconds=config.distributed.ddp_timeout)
     device = device_of(accelerator)
     gpus = torch.cuda.device_count() if device.kind == "cuda" else 0

@@ -13,7 +13,7 @@ from frugal.models.source import BaseSource
 from frugal.plan.plan import Planner
 from frugal.plan.strategy import choose_strategy
 from frugal.shard.fsdp import FullyShard
-from frugal.shard.launch import Launch, choose
+from frugal.shard.launch import Engine, Launch, choose
 from frugal.shard.load import OnLayer, needs_whole_base
 from frugal.shard.strategy import Strategy, digest, replicated
 from frugal.shard.zero import Zero
@@ -40,19 +40,14 @@ def share(config: Config, launch: Launch, planner: Planner, device: torch.device
     cannot do.
     """
     asked = config.distributed
-    engine = choose(asked.strategy, launch, base_fits=True)
+    engine = asked_engine(config, launch)
     if engine is None:
-        _refuse_keys(config, "one process", cuts_base=False, offloads_too=False)
         return Shared(replicated(device), planner, "one process")
     is_open = asked.strategy == "auto" and launch.engine is None
     base = None if asked.shard_base == "auto" else bool(asked.shard_base)
     planner = replace(planner, world_size=launch.world_size, strategy=None if is_open else engine, shard_base=base)
     name, cut, reason = ranks.on_first(lambda: _choice(planner))
-    _refuse_keys(config, name, cuts_base=name in ("fsdp2", "zero3"), offloads_too=name not in ("ddp",))
-    if name == "zero3" and base is False:
-        raise ConfigError(
-            "distributed.shard_base is false, and zero3 cuts everything. Use zero2, or fsdp2 with shard_base: false."
-        )
+    _refuse_keys(config, name)
     planner = replace(planner, strategy=name, shard_base=cut, strategy_reason=reason)
     if name == "ddp":
         return Shared(replicated(device), planner, reason)
@@ -64,6 +59,20 @@ def share(config: Config, launch: Launch, planner: Planner, device: torch.device
         found = FullyShard(device, shard_base=cut, offload=offload, reshard_after_forward=reshard)
         return Shared(found, planner, reason)
     return Shared(_zero(config, int(name[-1]), device), planner, reason)
+
+
+def asked_engine(config: Config, launch: Launch) -> Engine | None:
+    """The engine that configuration and launcher name, if they leave it open the one of copies; None: one process.
+
+    Raises ConfigError for what is wrong whatever the base is: to be called before anything is written or loaded.
+    """
+    asked = config.distributed
+    engine = choose(asked.strategy, launch, base_fits=True)
+    if engine is None:
+        _refuse_keys(config, "one process")
+    elif asked.strategy != "auto" or launch.engine is not None:
+        _refuse_keys(config, engine)
+    return engine
 
 
 def _choice(planner: Planner) -> tuple[str, bool, str]:
@@ -82,14 +91,18 @@ def _choice(planner: Planner) -> tuple[str, bool, str]:
     return found.strategy, found.shard_base, found.reason
 
 
-def _refuse_keys(config: Config, name: str, *, cuts_base: bool, offloads_too: bool) -> None:
+def _refuse_keys(config: Config, name: str) -> None:
     asked = config.distributed
-    if asked.shard_base is True and not cuts_base:
+    if asked.shard_base is True and name not in ("fsdp2", "zero3"):
         raise ConfigError(
             f"distributed.shard_base is true, and {name} keeps the base whole. Start several processes with "
             "distributed.strategy: fsdp2 or zero3, or set shard_base to auto."
         )
-    if asked.offload is True and not offloads_too:
+    if asked.shard_base is False and name == "zero3":
+        raise ConfigError(
+            "distributed.shard_base is false, and zero3 cuts everything. Use zero2, or fsdp2 with shard_base: false."
+        )
+    if asked.offload is True and name in ("one process", "ddp"):
         raise ConfigError(
             f"distributed.offload is true, and {name} keeps everything on its device. Use distributed.strategy: fsdp2, "
             "zero2 or zero3 with several processes, or memory.checkpoint: offload for activations."

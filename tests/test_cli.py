@@ -8,8 +8,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from frugal.cli import resume_argument
+from frugal.cli import app, resume_argument
 
 CONFIG = "model: {base: m}\ndata: {train: rows.jsonl}\noutput: {dir: out}\n"
 
@@ -198,3 +199,26 @@ except AttributeError as error:
 assert "load_config" in dir(frugal)
 """
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--strategy", "fsdp2"], "--strategy fsdp2: for a run that several GPUs share, and --world-size is 1. Add"),
+        (["--offload", "--gpus-per-host", "2"], "--offload --gpus-per-host 2: for a run that several GPUs share"),
+        (["--world-size", "2", "--strategy", "ddp", "--shard-base", "true"], "--shard-base true: ddp keeps the base"),
+        (["--world-size", "2", "--strategy", "zero3", "--shard-base", "false"], "zero3 cuts everything"),
+        (["--world-size", "2", "--strategy", "ddp", "--offload"], "--offload: ddp keeps everything on its device"),
+        (["--sweep", "--solve"], "give one of them"),
+        (["--picture", "missing/x.svg"], "--picture missing/x.svg: no folder to write to"),
+        (["--picture", "x.png"], "pictures are written as .svg or .html"),
+    ],
+)
+def test_plan_refuses_options_that_do_not_go_together(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["plan", "some/model", "--vram", "8GB", *options])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -14,6 +14,7 @@ from frugal.errors import ConfigError
 from frugal.hardware import DtypeChoice
 from frugal.plan.inputs import Planned
 from frugal.plan.plan import Planner
+from frugal.run import train
 from frugal.run_share import _choice, share
 from frugal.shard.launch import Launch
 from frugal.shard.strategy import OneProcess
@@ -43,6 +44,16 @@ def test_one_process_shares_nothing(tiny_llama_folder: Path) -> None:
     found = share(given, ONE, planner(given, tiny_llama_folder), CPU)
     assert isinstance(found.strategy, OneProcess)
     assert found.planner.world_size == 1
+
+
+def test_a_refusal_comes_before_anything_is_written(
+    tiny_llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for distributed in ({"strategy": "fsdp2"}, {"shard_base": True}, {"offload": True}):
+        with pytest.raises(ConfigError, match="distributed"):
+            train(config(tiny_llama_folder, **distributed))  # its data file is not even there
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
