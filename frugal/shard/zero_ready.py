@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -18,6 +19,7 @@ OLDEST = "0.19.8"
 """The DeepSpeed that frugal was tried with; 0.19.0 cannot reduce the gradients of a window together."""
 PIP = "pip install 'frugal[deepspeed]'"
 _BUILD_SECONDS = 600
+_CHECK_SECONDS = 60
 
 
 def require_deepspeed(device: torch.device) -> None:
@@ -58,9 +60,21 @@ def _require_compiler() -> None:
             "found. Install one (g++ or clang++), or use distributed.strategy: fsdp2."
         )
     for folder in set(folders):
-        lock = folder / "lock"
-        if lock.exists() and time.time() - lock.stat().st_mtime > _BUILD_SECONDS:
-            raise UnsupportedError(
-                f"{lock} is left from a build of DeepSpeed's operation that was killed, and every later start waits "
-                "for it: delete that file."
-            )
+        _refuse_left_lock(folder / "lock", built=built)
+
+
+def _refuse_left_lock(lock: Path, *, built: bool) -> None:
+    """Every start takes the lock, for seconds once the operation is built; one that nobody gives back is waited for
+    without end inside torch, so it is waited for here."""
+    limit = _CHECK_SECONDS if built else _BUILD_SECONDS
+    while lock.exists():
+        with contextlib.suppress(FileNotFoundError):
+            age = time.time() - lock.stat().st_mtime
+            if age > limit:
+                raise UnsupportedError(
+                    f"{lock} is left from a start of DeepSpeed that was killed, and every later start waits for it: "
+                    "delete that file."
+                )
+        if not built:  # another process may be compiling
+            return
+        time.sleep(0.5)

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -216,5 +217,23 @@ def test_a_lock_that_a_killed_build_left(installed: pytest.MonkeyPatch, tmp_path
     zero_ready.require_deepspeed(CPU)  # another process may be building now
     old = time.time() - 3600
     os.utime(lock, (old, old))
+    with pytest.raises(UnsupportedError, match="delete that file"):
+        zero_ready.require_deepspeed(CPU)
+
+
+def test_a_lock_beside_a_built_operation_is_waited_for_a_minute_at_most(
+    installed: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = tmp_path / "py311_cpu" / "deepspeed_shm_comm"
+    folder.mkdir(parents=True)
+    (folder / "deepspeed_shm_comm.so").touch()
+    lock = folder / "lock"
+    lock.touch()
+    threading.Timer(1.0, lock.unlink).start()
+    zero_ready.require_deepspeed(CPU)
+    assert not lock.exists()
+    lock.touch()
+    installed.setattr(zero_ready, "_CHECK_SECONDS", 1)
     with pytest.raises(UnsupportedError, match="delete that file"):
         zero_ready.require_deepspeed(CPU)
