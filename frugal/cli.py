@@ -58,6 +58,8 @@ def train(
     """Train an adapter as CONFIG says."""
     loaded = load_config(config, overrides or ())
     if dry_run:
+        if os.environ.get("RANK", "0") != "0":  # started by a launcher: the first process prints it
+            return
         print(dump_yaml(loaded), end="")
         for line in imported("frugal.plan.command", "as_comments")(loaded):
             print(line)

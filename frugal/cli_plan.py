@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -67,6 +68,12 @@ def plan(
         offload=offload,
         gpus_per_host=gpus_per_host,
     )
+    configured = planner.config.distributed.strategy
+    if world_size == 1 and configured not in ("auto", "ddp"):
+        print(
+            f"note: distributed.strategy is {configured}, and this plans one process. Add --world-size N.",
+            file=sys.stderr,
+        )
     fits: bool = imported("frugal.plan.command", "run")(planner, as_json=as_json, sweep=sweep, solve=solve)
     if picture is not None:
         with writing(picture, "--picture"):

@@ -51,6 +51,12 @@ def test_mistakes(tmp_path: Path, arguments: list[str], message: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
+def test_dry_run_of_several_processes_prints_once(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG, encoding="utf-8")
+    done = frugal("train", "c.yaml", "--dry-run", cwd=tmp_path, RANK="1", WORLD_SIZE="2")
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
 def test_dry_run_prints_the_whole_configuration(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG, encoding="utf-8")
     done = frugal("train", "c.yaml", "train.max_steps=3", "--dry-run", cwd=tmp_path)

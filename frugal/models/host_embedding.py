@@ -46,8 +46,11 @@ class HostEmbedding(nn.Embedding):
         shape = (*input.shape, self.embedding_dim)
         if is_fake(input):  # a plan: rows pass through buffers on the host
             return torch.empty(shape, dtype=self.compute_dtype, device=input.device)
-        rows = torch.empty(input.numel(), self.embedding_dim, dtype=self.weight.dtype, device=self.device)
-        self._copy_rows(input.reshape(-1).cpu(), rows)
+        ids = input.reshape(-1).cpu()
+        if self.device.type == "cpu":  # nothing to cross
+            return self.weight.index_select(0, ids).to(self.compute_dtype).view(shape)
+        rows = torch.empty(ids.numel(), self.embedding_dim, dtype=self.weight.dtype, device=self.device)
+        self._copy_rows(ids, rows)
         return rows.to(self.compute_dtype).view(shape)
 
     def _copy_rows(self, ids: Tensor, out: Tensor) -> None:

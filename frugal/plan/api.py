@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from frugal.config import Config, load_config
+from frugal.errors import ConfigError
 from frugal.plan.inputs import planned_device
 from frugal.plan.plan import Plan, Planner
 from frugal.plan.sharing import StrategyName
 from frugal.plan.strategy import settled
 
 Source = Config | Mapping[str, object] | str | Path
+MOST_TOKENS = 1 << 26
+"""Of a micro-batch. Masks that are only described have its square of elements, times heads: a 64-bit number."""
 
 
 def as_config(source: Source, overrides: Sequence[str] = ()) -> Config:
@@ -54,6 +57,7 @@ def make_planner(
     config = as_config(source, overrides)
     if tokens is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"max_length": tokens})})
+    _check_tokens(config)
     device = planned_device(config.model.dtype, gpu=gpu, vram=vram, host_ram=host_ram)
     asked = config.distributed
     if strategy is None and asked.strategy != "auto":
@@ -70,6 +74,16 @@ def make_planner(
         gpus_per_host=gpus_per_host,
     )
     return settled(planner)[0]
+
+
+def _check_tokens(config: Config) -> None:
+    settings, length = config.train, config.data.max_length
+    rows = max(settings.per_device_train_batch_size, settings.per_device_eval_batch_size)
+    if rows * length > MOST_TOKENS:
+        raise ConfigError(
+            f"data.max_length (or --tokens) is {length:,} and a micro-batch has up to {rows} of such rows; a plan "
+            f"takes up to {MOST_TOKENS:,} tokens. `frugal plan --sweep` shows how long a row may be."
+        )
 
 
 def plan(

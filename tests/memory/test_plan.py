@@ -164,6 +164,12 @@ def test_unknown_names_say_what_helps(tmp_path: Path) -> None:
         architecture(str(tmp_path))
 
 
+def test_more_tokens_than_can_be_described_are_refused(tiny_llama_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is 99,999,999,999 .* up to 67,108,864 tokens"):
+        make_planner(str(tiny_llama_folder), vram="8GB", tokens=99_999_999_999)
+    assert not make_planner(str(tiny_llama_folder), vram="8GB", tokens=1 << 25).plan(with_line=False).fits
+
+
 def test_allowance_is_inside_the_budget() -> None:
     total = 24 << 30
     budget = tensor_budget("cuda", (8, 6), total)

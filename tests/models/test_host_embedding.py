@@ -46,10 +46,19 @@ def test_rows_are_the_tables_own(rows_at_once: int, dtype: torch.dtype, monkeypa
     for ids in (torch.randint(0, 50, (3, 11)), torch.tensor([7]), torch.empty(0, 4, dtype=torch.int64)):
         want = nn.functional.embedding(ids, table).float()
         assert torch.equal(embedding(ids), want)
+        staged = torch.empty(ids.numel(), 24, dtype=dtype)
+        embedding._copy_rows(ids.reshape(-1), staged)
+        assert torch.equal(staged.float().view(want.shape), want)
         if ids.dim() == 2:
             assert torch.equal(embedding(ids.mT), want.transpose(0, 1))
     with pytest.raises(IndexError):
         embedding(torch.tensor([50]))
+
+
+def test_on_a_cpu_there_are_no_buffers_to_cross() -> None:
+    embedding = HostEmbedding(torch.randn(50, 24), CPU, torch.float32)
+    embedding(torch.randint(0, 50, (64,)))
+    assert not embedding._stages
 
 
 def test_the_table_stays_where_it_is() -> None:
