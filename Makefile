@@ -47,6 +47,10 @@ $(INSTALLED): pyproject.toml setup.py $(VENV)/.asked
 
 $(DEEPSPEED): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS),deepspeed]'
+	@echo "DeepSpeed compiles an operation for CPUs, once; it takes a minute or two."
+	@if command -v c++ >/dev/null; \
+	then DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Op; Op().load(verbose=False)"; \
+	else echo "There is no C++ compiler: the tests of DeepSpeed are left out."; fi
 	@touch $@
 
 quickstart: setup

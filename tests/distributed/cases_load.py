@@ -1,4 +1,4 @@
-"""Cases of test_load.py: a base loaded layer by layer, each layer sharded before the next is read."""
+"""Cases of test_load_ranks.py: a base loaded layer by layer, each layer sharded before the next is read."""
 
 from __future__ import annotations
 

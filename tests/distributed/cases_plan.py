@@ -1,4 +1,4 @@
-"""Cases of tests/distributed/test_plan.py: what a rank's tensors take at most in a step."""
+"""Cases of tests/distributed/test_plan_ranks_live.py: what a rank's tensors take at most in a step."""
 
 from __future__ import annotations
 
