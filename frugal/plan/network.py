@@ -64,6 +64,8 @@ def sent_bytes(sharing: Sharing) -> dict[str, int]:
     trained = units.trained * part
     if sharing.strategy == "ddp":
         return {"all-reduce of gradients": round(2 * trained)}
+    if sharing.strategy in ("zero1", "zero2"):  # DeepSpeed reduces to all ranks (measured: benchmarks/sharding.py)
+        return {"all-reduce of gradients": round(2 * trained), "all-gather of adapters": round(trained)}
     found = {"reduce-scatter of gradients": trained}
     if not sharing.shard_base:  # ZeRO-3 gathers adapters like everything else: for forward and again for backward
         times = 2 * micro_batches if sharing.strategy == "zero3" else 1
