@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from frugal.adapters import apply_adapters
+from frugal.assets import fetch
 from frugal.config import LoraSection
-from frugal.fetch import fetch
 from frugal.memory import apply_activation_checkpointing
-from frugal.memory.checkpoint import CheckpointHandle, Policy
-from frugal.meter import LiveBytesMeter
-from frugal.meter_report import MeterReport
+from frugal.memory.checkpointing import CheckpointHandle, Policy
+from frugal.memory.meter import LiveBytesMeter
+from frugal.memory.meter_report import MeterReport
 from frugal.models.attention import use_attention
 from frugal.models.load import load_base
-from frugal.models.source import resolve_base
-from frugal.models.swap import swap_modules
-from frugal.train.loss import LossModule
+from frugal.models.replace_modules import swap_modules
+from frugal.models.resolve import resolve_base
+from frugal.training.loss import LossModule
 
 MODEL = "smollm2-135m-instruct"
 RANK = 16

@@ -126,7 +126,7 @@ def child(asked: argparse.Namespace) -> int:
 
     if asked.phase == "correctness":
         return correctness()
-    from frugal.hardware import probe, resolve_dtype
+    from frugal.device import probe, resolve_dtype
 
     dtype = torch.float32 if asked.dry_run else resolve_dtype("auto", probe()).compute
     if asked.phase == "kernels":
@@ -144,7 +144,7 @@ def child(asked: argparse.Namespace) -> int:
 
 def correctness() -> int:
     """The checks of `frugal doctor`; 1 when one is wrong."""
-    from frugal.doctor import examine
+    from frugal.verification import examine
 
     found = examine()
     for check in found.checks:

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from frugal.adapters import apply_adapters
+from frugal.codecs import NF4Linear
 from frugal.config import LoraSection
 from frugal.memory import apply_activation_checkpointing
-from frugal.meter import LiveBytesMeter
+from frugal.memory.meter import LiveBytesMeter
 from frugal.models.attention import register, use_attention
+from frugal.models.replace_modules import swap_modules
 from frugal.models.skeleton import build_meta, fill_buffers, linear_kinds, put_nf4
-from frugal.models.stored import keep_stored
-from frugal.models.swap import swap_modules
-from frugal.quant import NF4Linear
-from frugal.train.loss import LossModule
+from frugal.models.upcast_on_use import keep_stored
+from frugal.training.loss import LossModule
 
 RANK, ALPHA = 32, 64
 SIDES = ("frugal", "peer", "liger")

@@ -13,7 +13,7 @@ from pathlib import Path
 from common import environment, frugal_side, peer_side, random_batch
 
 from frugal.files import write_json
-from frugal.meter_report import MeterReport
+from frugal.memory.meter_report import MeterReport
 
 
 def main() -> None:

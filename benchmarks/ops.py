@@ -22,10 +22,10 @@ from common import environment
 from torch import Tensor
 
 from frugal import ops
+from frugal.codecs.nf4 import quantize_nf4
 from frugal.files import atomic_path
-from frugal.meter import LiveBytesMeter
+from frugal.memory.meter import LiveBytesMeter
 from frugal.ops.projection import Projection
-from frugal.quant.nf4 import quantize_nf4
 
 
 @dataclass(frozen=True)

@@ -33,24 +33,24 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from frugal.adapters import apply_adapters
 from frugal.config import LoraSection, TrainSection
 from frugal.data import TokenDataset, collate
-from frugal.memory.checkpoint import apply_activation_checkpointing
+from frugal.distributed.fsdp2 import FullyShard
+from frugal.distributed.sanity_checks import preflight
+from frugal.distributed.strategy import Strategy, replicated
+from frugal.distributed.tensors import local
+from frugal.distributed.zero import state as zero_state
+from frugal.distributed.zero.config import ZeroSettings
+from frugal.distributed.zero.engine import Zero
+from frugal.memory.checkpointing import apply_activation_checkpointing
 from frugal.models.attention import use_attention
 from frugal.models.load import load_base
-from frugal.models.source import BaseSource
-from frugal.models.swap import swap_modules
-from frugal.shard import zero_state
-from frugal.shard.fsdp import FullyShard
-from frugal.shard.preflight import preflight
-from frugal.shard.strategy import Strategy, replicated
-from frugal.shard.tensors import local
-from frugal.shard.zero import Zero
-from frugal.shard.zero_config import ZeroSettings
-from frugal.train.job import Hooks, Job, LoopState
-from frugal.train.loop import train_loop
-from frugal.train.loss import LossModule
-from frugal.train.optim import build_optimizer, trainable
-from frugal.train.schedule import StepOrder, make_plan, rate_factor
-from frugal.train.signals import StopRequest
+from frugal.models.replace_modules import swap_modules
+from frugal.models.resolve import BaseSource
+from frugal.training.job import Hooks, Job, LoopState
+from frugal.training.loop import train_loop
+from frugal.training.loss import LossModule
+from frugal.training.optim import build_optimizer, trainable
+from frugal.training.schedule import StepOrder, make_plan, rate_factor
+from frugal.training.signals import StopRequest
 
 CPU = torch.device("cpu")
 STEPS, BATCH, NORM, VOCAB = 10, 8, 0.5, 512

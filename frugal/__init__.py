@@ -1,15 +1,8 @@
-"""Memory-frugal LoRA and QLoRA fine-tuning. The names below are the Python API; each is imported when first used.
-
-`frugal.train`, `frugal.chat` and `frugal.fetch` are also modules: the module can be called, so that both
-`frugal.train(config)` and `from frugal.train import ...` work whatever was imported first
-(docs/decisions/0002-public-names.md).
-"""
+"""Memory-frugal LoRA and QLoRA fine-tuning. The names below are the Python API; each is imported when first used."""
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -19,15 +12,15 @@ _PUBLIC = {
     "load_config": "frugal.config",
     "config_schema": "frugal.config",
     "dump_yaml": "frugal.config",
-    "preview": "frugal.run",
-    "plan": "frugal.plan",
-    "train": "frugal.run",
-    "evaluate": "frugal.run",
-    "load": "frugal.chat",
-    "chat": "frugal.chat",
-    "load_run": "frugal.chat",
-    "merge": "frugal.save.merge",
-    "fetch": "frugal.fetch",
+    "preview": "frugal.run.train",
+    "plan": "frugal.planning",
+    "train": "frugal.run.train",
+    "evaluate": "frugal.run.train",
+    "load": "frugal.inference.chat",
+    "chat": "frugal.inference.chat",
+    "load_run": "frugal.inference.chat",
+    "merge": "frugal.exports.merge",
+    "fetch": "frugal.assets",
     "FrugalError": "frugal.errors",
     "ConfigError": "frugal.errors",
     "DataError": "frugal.errors",
@@ -38,9 +31,6 @@ _PUBLIC = {
     "Interrupted": "frugal.errors",
 }
 """Public name -> the module that defines it."""
-
-_CALLABLE = ("train", "chat", "fetch", "plan")
-"""Public functions whose name is a module's too."""
 
 __all__ = ["__version__", *_PUBLIC]
 
@@ -59,29 +49,7 @@ if TYPE_CHECKING:
     from frugal.errors import UnsupportedError as UnsupportedError
 
 
-class _CallableModule(ModuleType):
-    """One of our own modules that shares its name with a public function: calling it calls the function."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name = self.__name__.rpartition(".")[2]
-        return getattr(import_module(_PUBLIC[name]), name)(*args, **kwargs)
-
-
-class _Package(ModuleType):
-    """This package. The import system binds submodules here; those in `_CALLABLE` become callable at that moment."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _CALLABLE and type(value) is ModuleType:
-            value.__class__ = _CallableModule
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-
 def __getattr__(name: str) -> Any:
-    if name in _CALLABLE:
-        return import_module(f"{__name__}.{name}")
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,7 @@ from frugal.config import LoraSection
 from frugal.errors import CheckpointError, ConfigError, ModelError, UnsupportedError
 from frugal.models.fingerprint import base_fingerprint
 from frugal.models.load import load_base
-from frugal.models.source import resolve_base
+from frugal.models.resolve import resolve_base
 
 IDS = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 

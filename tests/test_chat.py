@@ -16,11 +16,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from frugal.chat import LoadedRun, chat, chat_loop, load, load_run
-from frugal.cli import app
+from frugal.checkpoints.side_files import end_of_turn_ids, generation_settings, stop_ids
+from frugal.cli.main import app
 from frugal.errors import CheckpointError, DataError, UnsupportedError
-from frugal.generate import answer, answering, as_messages, generate_samples, generation_config, prompt_ids
-from frugal.save.export_adapter import end_of_turn_ids, generation_settings, stop_ids
+from frugal.inference.chat import LoadedRun, chat, chat_loop, load, load_run
+from frugal.inference.generate import answer, answering, as_messages, generate_samples, generation_config, prompt_ids
 from tests.save.merge_help import IDS, logits_of, make_run
 
 Make = Callable[..., Path]
@@ -154,7 +154,7 @@ def test_a_conversation(loaded: LoadedRun, monkeypatch: pytest.MonkeyPatch) -> N
         write("fine")
         return "fine", messages[-1]["content"] == "stop me"
 
-    monkeypatch.setattr("frugal.chat.answer", fake)
+    monkeypatch.setattr("frugal.inference.chat.answer", fake)
     out = io.StringIO()
     lines = "hello\n\n/help\nlong\nstop me\n/reset\nagain\n"
     chat_loop(loaded, source=io.StringIO(lines), out=out)  # ends at the end of input

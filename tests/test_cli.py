@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from frugal.cli import app, resume_argument
+from frugal.cli.main import app, resume_argument
 
 CONFIG = "model: {base: m}\ndata: {train: rows.jsonl}\noutput: {dir: out}\n"
 
@@ -174,7 +174,7 @@ def test_an_installed_wheel_carries_the_ready_configurations(tmp_path: Path) -> 
     shutil.rmtree(source)
     done = frugal("configs", "show", "quickstart", cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert done.stdout == (root / "configs" / "quickstart.yaml").read_bytes()
-    where = [sys.executable, "-c", "import frugal.shipped as s; print(s.__file__); import frugal.configs"]
+    where = [sys.executable, "-c", "import frugal.config.shipped as s; print(s.__file__); import frugal.configs"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     shown = subprocess.run(where, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=60)
     assert shown.stdout.startswith(str(tmp_path / "site"))
@@ -184,14 +184,17 @@ def test_templates_are_listed(tmp_path: Path) -> None:
     assert b"chatml " in frugal("configs", "templates", cwd=tmp_path).stdout
 
 
-def test_modules_that_share_a_public_name_can_be_called(tmp_path: Path) -> None:
+def test_public_names_are_functions_whatever_was_imported_first(tmp_path: Path) -> None:
     code = """
-import types, frugal
-assert callable(frugal.fetch) and isinstance(frugal.fetch, types.ModuleType)
-import frugal.fetch as module
-from frugal.fetch import is_known
-from frugal import fetch
-assert module is fetch is frugal.fetch and is_known("chatterbot-corpus")
+import importlib, pkgutil, types, frugal
+packages = {module.name for module in pkgutil.iter_modules(frugal.__path__)}
+assert not packages & set(frugal.__all__), packages & set(frugal.__all__)
+for name in frugal.__all__:
+    value = getattr(frugal, name)
+    assert name == "__version__" or (callable(value) and not isinstance(value, types.ModuleType)), name
+from frugal import fetch, train
+import frugal.assets, frugal.training.loop, frugal.run.train, frugal.planning.planner
+assert fetch is frugal.fetch is frugal.assets.fetch and train is frugal.train
 try:
     frugal.fetch("no such thing")
 except frugal.FrugalError:

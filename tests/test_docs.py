@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from frugal.cli import app
+from frugal.cli.main import app
 from frugal.config import load_config
+from frugal.config.shipped import shipped_configs
 from frugal.config.write import config_page
 from frugal.config.yaml import parse
-from frugal.shipped import shipped_configs
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -11,11 +11,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from frugal.doctor import Check, Diagnosis, checks, examine, judge
-from frugal.doctor.examine import evidence, notes, render
-from frugal.hardware import Device, DtypeChoice
+from frugal.device import Device, DtypeChoice
 from frugal.ops.choice import choices
 from frugal.ops.target import Target
+from frugal.verification import Check, Diagnosis, checks, examine, judge
+from frugal.verification.examine import evidence, notes, render
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frugal import fetch as module
+from frugal.assets import CATALOGUE, CatalogueEntry, cache_folder, fetch, is_complete, is_known
 from frugal.errors import ConfigError, ModelError
-from frugal.fetch import CATALOGUE, CatalogueEntry, cache_folder, fetch, is_complete, is_known
 from frugal.files import sha256_file
 
 YAML = """\

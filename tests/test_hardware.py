@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from frugal.hardware import Device, probe, resolve_dtype
+from frugal.device import Device, probe, resolve_dtype
 
 
 def test_importing_starts_no_cuda() -> None:
-    code = "import torch, frugal.hardware; print(torch.cuda.is_initialized())"
+    code = "import torch, frugal.device; print(torch.cuda.is_initialized())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from frugal import meter_report as kinds
-from frugal.meter import LiveBytesMeter
+from frugal.memory import meter_report as kinds
+from frugal.memory.meter import LiveBytesMeter
 
 KB = 1024
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from frugal.charts import Series, bars, line_chart, smooth, thin, ticks
 from frugal.errors import CheckpointError
 from frugal.manifest import Manifest
-from frugal.report import write_report
+from frugal.web.charts import Series, bars, line_chart, smooth, thin, ticks
+from frugal.web.report import write_report
 
 VOID = {"meta", "line", "circle", "polyline", "rect", "br"}
 

@@ -10,14 +10,14 @@ import torch
 from transformers import AutoConfig
 
 from frugal.config import Config, load_config
+from frugal.device import DtypeChoice
+from frugal.distributed.launch import Launch
+from frugal.distributed.strategy import OneProcess
 from frugal.errors import ConfigError
-from frugal.hardware import DtypeChoice
-from frugal.plan.inputs import Planned
-from frugal.plan.plan import Planner
-from frugal.run import train
-from frugal.run_share import _choice, share
-from frugal.shard.launch import Launch
-from frugal.shard.strategy import OneProcess
+from frugal.planning.inputs import Planned
+from frugal.planning.planner import Planner
+from frugal.run.sharing import _choice, share
+from frugal.run.train import train
 
 ONE = Launch("none", 1, 1)
 CPU = torch.device("cpu")

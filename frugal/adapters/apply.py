@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 from frugal.adapters.held import magnitudes_to_come, needs_weights, start_magnitudes
 from frugal.adapters.masters import masters_float32
 from frugal.adapters.targets import PatternRow, Scale, Targets, resolve_targets
+from frugal.codecs.nf4 import NF4Linear
 from frugal.config import LoraSection
 from frugal.errors import ConfigError, UnsupportedError
-from frugal.models.held import cannot_hold, decoder_layers, is_held, stand_ins
+from frugal.models.deferred_layers import cannot_hold, decoder_layers, is_held, stand_ins
 from frugal.models.host_embedding import input_device
-from frugal.models.stored import StoredEmbedding, StoredLinear
-from frugal.quant.nf4 import NF4Linear
+from frugal.models.upcast_on_use import StoredEmbedding, StoredLinear
 
 
 @dataclass

@@ -24,7 +24,7 @@ from frugal.adapters.apply import (
 from frugal.adapters.masters import masters_float32
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
 from frugal.files import atomic_path, read_json, write_json
-from frugal.models.tensor_file import write_tensors
+from frugal.models.checkpoint_files import write_tensors
 
 log = logging.getLogger("frugal.adapters")
 

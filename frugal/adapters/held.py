@@ -11,7 +11,7 @@ from torch import nn
 from frugal.adapters.masters import masters_float32
 from frugal.adapters.targets import Targets
 from frugal.config import LoraSection
-from frugal.models.held import inside
+from frugal.models.deferred_layers import inside
 
 
 def needs_weights(lora: LoraSection, targets: Targets, layers: Iterable[str]) -> str | None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import BinaryIO, cast
 
+from frugal.assets import CATALOGUE, DEFAULT_DATA_FILE, fetch, is_known
 from frugal.config.models import SourceSection
 from frugal.data.account import Account
 from frugal.data.faults import BadRow, RawRow, RowFault
@@ -24,7 +25,6 @@ from frugal.data.read_columns import read_parquet
 from frugal.data.read_csv import read_csv
 from frugal.data.read_json import decode, read_json
 from frugal.errors import DataError
-from frugal.fetch import CATALOGUE, DEFAULT_DATA_FILE, fetch, is_known
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md")
 

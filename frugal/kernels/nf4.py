@@ -25,7 +25,7 @@ NESTED_BLOCK = 256  # scales that share a scale
 
 @dataclass(frozen=True)
 class Nf4Parts:
-    """The stored tensors of one matrix as `frugal.quant.NF4Tensors` keeps them, and the code tables, on one device."""
+    """The stored tensors of one matrix as `frugal.codecs.NF4Tensors` keeps them, and the code tables, on one device."""
 
     packed: Tensor
     """uint8, two codes a byte, high nibble first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from frugal.meter import OutOfBudget
+from frugal.memory.meter import OutOfBudget
 
 HOST_RESERVE_BYTES = 256 << 20
 """Left alone of the host's memory: below it the operating system begins to end processes."""

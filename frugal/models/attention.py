@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from frugal.errors import UnsupportedError
-from frugal.models.held import HeldLayers
+from frugal.models.deferred_layers import HeldLayers
 from frugal.models.host_embedding import input_device
 from frugal.ops import Choice, attention, choose
 from frugal.ops.fake import is_fake

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from frugal.models.source import weight_files
-from frugal.models.tensor_file import StoredTensor, read_header
+from frugal.models.checkpoint_files import StoredTensor, read_header
+from frugal.models.resolve import weight_files
 
 _PIECE = 64  # bytes
 _PIECES = 4  # a tensor

@@ -1,4 +1,4 @@
-"""The modules that `frugal.models.swap` puts in: same children, same parameter names, frugal operations inside.
+"""The modules that `replace_modules` puts in: same children, same parameter names, frugal operations inside.
 
 Every forward reads adapters anew and falls back to the ordinary modules where the operations do not apply (several
 adapters with dropout, DoRA, hooks on inner layers): PEFT may switch, disable, merge or add adapters at any time.
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from frugal.models.linear_parts import linear_parts, one_adapter
+from frugal.models.lora_layers import linear_parts, one_adapter
 from frugal.ops import Projection, gated_mlp, lora_linear, rms_norm
 from frugal.ops.gated_mlp import Activation
 

@@ -1,4 +1,4 @@
-"""The attention module that `frugal.models.swap` puts in: projections as they are, q and k rotated in place.
+"""The attention module that `frugal.models.replace_modules` puts in: projections as they are, q and k rotated in place.
 
 transformers' attention modules rotate out of place: four temporaries of q's size forward and as many backward, and the
 unrotated q and k live as long as the forward does. Nothing else of the module changes: the same children, the same
@@ -22,7 +22,7 @@ class FrugalAttention(nn.Module):
     """To be mixed in before the class of the module it replaces (`over`), which stays the fallback.
 
     Works where the family's forward is: project, normalise q and k (per head or whole, or not), rotate (or not),
-    attend, project. `frugal.models.swap_attention` proves it for each module.
+    attend, project. `frugal.models.replace_attention` proves it for each module.
     """
 
     config: Any

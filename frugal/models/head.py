@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frugal.models.host_embedding import input_device
-from frugal.models.linear_parts import LinearParts, gathered, linear_parts, one_adapter, whole_weight
+from frugal.models.lora_layers import LinearParts, gathered, linear_parts, one_adapter, whole_weight
 from frugal.ops import linear_cross_entropy
 from frugal.ops.weights import matmul_t
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frugal.models.stored import StoredEmbedding
+from frugal.models.upcast_on_use import StoredEmbedding
 from frugal.ops.fake import is_fake
 
 STAGE_BYTES = 16 << 20

@@ -6,8 +6,8 @@ tensor.
 
 Dtypes. NF4 codes come from the checkpoint's own numbers. What is dense and 16-bit in the checkpoint stays 16-bit: cast
 to the compute dtype where that is a 16-bit one, else (float32 compute) embeddings, head and unquantised linear layers
-keep their bytes and are widened while used (`frugal.models.stored`), and only vectors (norms, biases) become float32. A
-float32 checkpoint is cast to the compute dtype.
+keep their bytes and are widened while used (`frugal.models.upcast_on_use`), and only vectors (norms, biases) become
+float32. A float32 checkpoint is cast to the compute dtype.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from frugal.codecs.nf4 import NF4Linear
 from frugal.errors import ModelError, UnsupportedError
-from frugal.models.held import NO_LAYERS, HeldLayers, cannot_hold, decoder_layers, hold, inside
+from frugal.models.checkpoint_files import StoredTensor, read_header
+from frugal.models.deferred_layers import NO_LAYERS, HeldLayers, cannot_hold, decoder_layers, hold, inside
 from frugal.models.host_embedding import put_on_host
-from frugal.models.placing import Placement, place, put, resident_dtype
+from frugal.models.materialize import Placement, place, put, resident_dtype
 from frugal.models.report import LoadReport, count_bytes, count_parameters, dtype_name
+from frugal.models.resolve import BaseSource, weight_files
 from frugal.models.skeleton import KeyMap, build_meta, fill_buffers, ignorable, linear_kinds, map_keys, put_nf4
-from frugal.models.source import BaseSource, weight_files
-from frugal.models.stored import keep_stored
-from frugal.models.tensor_file import StoredTensor, read_header
-from frugal.quant.nf4 import NF4Linear
+from frugal.models.upcast_on_use import keep_stored
 
 __all__ = ["LoadedBase", "load_base", "resident_dtype"]
 

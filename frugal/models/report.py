@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from frugal.quant.nf4 import NF4Linear
+from frugal.codecs.nf4 import NF4Linear
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from frugal.codecs.nf4 import NF4Linear
 from frugal.errors import UnsupportedError
-from frugal.quant.nf4 import NF4Linear
 
 # Last parts of names of linear layers that choose experts or score: tiny, and a wrong choice costs more than the bytes.
 _ROUTERS = re.compile(r"(^|\.)(gate|router|wg|shared_expert_gate|classifier|score)$")

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from frugal.errors import ConfigError, ModelError, UnsupportedError
-from frugal.models.source import BaseSource
+from frugal.models.resolve import BaseSource
 
 log = logging.getLogger("frugal.models")
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from frugal.codecs.nf4 import NF4Tensors
+from frugal.codecs.nf4_codes import BLOCK, nested_code, nf4_code
 from frugal.ops.table import choose
-from frugal.quant.codes import BLOCK, nested_code, nf4_code
-from frugal.quant.nf4 import NF4Tensors
 
 
 def kernels(module: str) -> Any:

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from frugal.codecs.nf4 import BLOCK, NF4Tensors
 from frugal.ops.kernel_forms import nf4_rows_with_update, takes_kernel
 from frugal.ops.weights import Weight, block_rows, row_blocks, rows
-from frugal.quant.nf4 import BLOCK, NF4Tensors
 
 Lora = tuple[Tensor, Tensor, float]
 N_TENSORS = 4  # weight, bias, A, B: what autograd sees of a projection

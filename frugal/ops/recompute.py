@@ -13,7 +13,7 @@ layers have long used. An operation that is expensive takes part like this::
 Nothing is assumed about the layer: the first recompute of each layer computes everything and then reads the autograd
 graph. An output may be skipped only where every node between it and the layer's output keeps no tensor (sums, views,
 casts, products with a number). Later passes that skipped read the graph again, and one that no longer allows it is
-repeated in full (`frugal.memory.checkpoint`).
+repeated in full (`frugal.memory.checkpointing`).
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from frugal.codecs.nf4 import NF4Tensors
 from frugal.ops.kernel_forms import nf4_rows, takes_kernel
 from frugal.ops.planned import sampled
-from frugal.quant.nf4 import NF4Tensors
 
 BLOCK_BYTES = 16 * 2**20  # dense bytes of one block of rows on a GPU: amortises the launch, far below a layer's matrix
 CPU_BLOCK_BYTES = 4 * 2**20  # on a CPU: a block stays in the cache (products of 1024-row blocks ran 10 % faster)
@@ -22,7 +22,7 @@ CPU_BLOCK_BYTES = 4 * 2**20  # on a CPU: a block stays in the cache (products of
 
 @runtime_checkable
 class QuantisedWeight(Protocol):
-    """A [rows, columns] matrix stored in fewer bits. `frugal.quant.nf4` supplies one."""
+    """A [rows, columns] matrix stored in fewer bits. `frugal.codecs.nf4` supplies one."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

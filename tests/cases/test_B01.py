@@ -26,7 +26,7 @@ if hasattr(torch._C, "_cuda_getDeviceCount"):
 
 import frugal
 config = frugal.load_config(sys.argv[1])
-import frugal.run
+import frugal.run.train
 frugal.preview(config, rows=1, html=sys.argv[2])
 assert not touched, touched[0]
 assert not torch.cuda.is_initialized()

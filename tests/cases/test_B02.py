@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-import frugal.run
-from frugal.train.job import Job
+import frugal.run.train
+from frugal.training.job import Job
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import runs
@@ -29,7 +29,7 @@ def test_five_runs_one_of_them_failing(
 ) -> None:
     refs: list[tuple[str, weakref.ref[Any]]] = []
     fail_at: list[int] = []
-    original = frugal.run.train_loop
+    original = frugal.run.train.train_loop
 
     def watched(job: Job, hooks: Any, state: Any) -> Any:
         things = {"module": job.module, "model": job.module.model, "optimizer": job.optimizer, "rows": job.order}
@@ -57,12 +57,12 @@ def test_five_runs_one_of_them_failing(
         if attempt == 2:
             fail_at.append(2)
             with pytest.raises(Broken) as caught:
-                frugal.run.train(config)
+                frugal.run.train.train(config)
             kept.append(caught.value)  # as sys.last_value and sys.last_traceback do
             assert caught.value.__traceback__ is not None
             fail_at.clear()
         else:
-            frugal.run.train(config)
+            frugal.run.train.train(config)
         gc.collect()
         assert [name for name, ref in refs if ref() is not None] == [], attempt
         assert len(refs) > 20 * (attempt + 1)

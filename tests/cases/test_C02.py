@@ -50,7 +50,7 @@ def test_every_bad_key_at_once_with_line_and_nearest_key(tmp_path: pathlib.Path)
 
 def test_the_command_leaves_with_2_before_anything_heavy_or_written(tmp_path: pathlib.Path) -> None:
     (tmp_path / "config.yaml").write_text(BASE + WRONG, encoding="utf-8")
-    code = "import sys; sys.argv = ['frugal', 'train', 'config.yaml']\nfrom frugal.cli import main\n" + (
+    code = "import sys; sys.argv = ['frugal', 'train', 'config.yaml']\nfrom frugal.cli.main import main\n" + (
         "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)

@@ -11,7 +11,7 @@ from frugal.adapters import Applied, apply_adapters
 from frugal.config import LoraSection
 from frugal.errors import ConfigError
 from frugal.models.load import load_base
-from frugal.models.source import resolve_base
+from frugal.models.resolve import resolve_base
 
 
 def apply(folder: Path, **settings: Any) -> Applied:

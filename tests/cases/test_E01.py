@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import frugal.run
+import frugal.run.train
+from frugal.device import Device, resolve_dtype
 from frugal.errors import UnsupportedError
 from frugal.files import read_json
-from frugal.hardware import Device, resolve_dtype
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import runs
@@ -54,10 +54,10 @@ def test_the_run_stops_before_anything_is_looked_for(tmp_path: Path, monkeypatch
     monkeypatch.setattr(frugal.run, "open_base", looked)
     sections = {"data": {"train": "rows.jsonl"}, "output": {"dir": str(tmp_path / "run")}}
     with pytest.raises(UnsupportedError, match=r"model\.dtype: bfloat16"):
-        frugal.run.train({"model": {"base": "someone/model", "dtype": "bfloat16"}, **sections})
+        frugal.run.train.train({"model": {"base": "someone/model", "dtype": "bfloat16"}, **sections})
     assert not (tmp_path / "run").exists()
     with pytest.raises(AssertionError, match="looked for"):  # auto goes on to the base
-        frugal.run.train({"model": {"base": "someone/model"}, **sections})
+        frugal.run.train.train({"model": {"base": "someone/model"}, **sections})
 
 
 def test_what_is_computed_in_is_said_and_kept(
@@ -65,7 +65,7 @@ def test_what_is_computed_in_is_said_and_kept(
 ) -> None:
     config = runs.config(tiny_llama_folder, runs.write_rows(tmp_path / "rows.jsonl", 4), tmp_path / "run")
     config["train"]["max_steps"] = 1
-    frugal.run.train(config)
+    frugal.run.train.train(config)
     text = "".join(capsys.readouterr())
     assert "compute float32 (CPU: " in text
     assert "adapters float32" in text

@@ -13,9 +13,9 @@ from frugal.adapters import apply_adapters
 from frugal.config import LoraSection
 from frugal.models.load import load_base, resident_dtype
 from frugal.models.report import count_bytes
+from frugal.models.resolve import resolve_base
 from frugal.models.skeleton import linear_kinds, put_nf4
-from frugal.models.source import resolve_base
-from frugal.models.stored import keep_stored
+from frugal.models.upcast_on_use import keep_stored
 
 VOCAB, WIDTH = 128256, 4096
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from frugal.meter import LiveBytesMeter
-from frugal.train.evaluate import EvalResult, evaluate_rows, perplexity
-from frugal.train.loss import LossModule
+from frugal.memory.meter import LiveBytesMeter
+from frugal.training.evaluate import EvalResult, evaluate_rows, perplexity
+from frugal.training.loss import LossModule
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import toy

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from frugal.memory.checkpoint import apply_activation_checkpointing
-from frugal.train.job import Hooks, LoopState
-from frugal.train.loop import train_loop
-from frugal.train.signals import StopRequest
+from frugal.memory.checkpointing import apply_activation_checkpointing
+from frugal.training.job import Hooks, LoopState
+from frugal.training.loop import train_loop
+from frugal.training.signals import StopRequest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import toy

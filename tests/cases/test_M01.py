@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from frugal.cli import app
-from frugal.models.tensor_file import read_header
-from frugal.quant.nf4 import dequantize_nf4, quantize_nf4
-from frugal.save.merge import merge
-from frugal.save.merge_math import LoraUpdate, Maker, WeightPlan
+from frugal.cli.main import app
+from frugal.codecs.nf4 import dequantize_nf4, quantize_nf4
+from frugal.exports.merge import merge
+from frugal.exports.merge_math import LoraUpdate, Maker, WeightPlan
+from frugal.models.checkpoint_files import read_header
 from tests.save.merge_help import logits_here, logits_of, make_run
 
 

@@ -12,9 +12,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import toy
 
-from frugal.train.job import Hooks, LoopState
-from frugal.train.loop import train_loop
-from frugal.train.signals import StopRequest
+from frugal.training.job import Hooks, LoopState
+from frugal.training.loop import train_loop
+from frugal.training.signals import StopRequest
 
 
 class Gradients:

@@ -13,7 +13,7 @@ import toy
 
 from frugal.data import collate
 from frugal.models.attention import use_attention
-from frugal.train.loss import LossModule
+from frugal.training.loss import LossModule
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from frugal.quant.codes import nf4_code
-from frugal.quant.nf4 import NF4Linear, NF4Tensors, dequantize_nf4, quantize_nf4
+from frugal.codecs.nf4 import NF4Linear, NF4Tensors, dequantize_nf4, quantize_nf4
+from frugal.codecs.nf4_codes import nf4_code
 
 GAP = float(nf4_code(torch.device("cpu")).diff().max())
 

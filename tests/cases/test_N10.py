@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel
 from frugal.adapters import adapter_state, apply_adapters, load_adapter, masters_float32, save_adapter
 from frugal.config import LoraSection
 from frugal.models.load import load_base
-from frugal.models.source import resolve_base
+from frugal.models.resolve import resolve_base
 
 IDS = torch.randint(3, 300, (1, 8), generator=torch.Generator().manual_seed(0))
 

@@ -12,7 +12,7 @@ from frugal.adapters import Applied, apply_adapters
 from frugal.config import LoraSection
 from frugal.errors import ConfigError
 from frugal.models.load import load_base
-from frugal.models.source import BaseSource
+from frugal.models.resolve import BaseSource
 
 HEADS, GROUPS, HEAD, HIDDEN = 4, 2, 6, 8  # 4 x 6 != 8
 Q, K = HEADS * HEAD, GROUPS * HEAD

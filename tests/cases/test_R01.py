@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from frugal.run import train
-from frugal.train.log import read_log
+from frugal.run.train import train
+from frugal.training.log import read_log
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import runs

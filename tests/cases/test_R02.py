@@ -12,8 +12,8 @@ import pytest
 
 from frugal.config import TrainSection
 from frugal.errors import CheckpointError
-from frugal.run import train
-from frugal.train.schedule import make_plan, rate_factor
+from frugal.run.train import train
+from frugal.training.schedule import make_plan, rate_factor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import runs

@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import frugal.save.writer
+import frugal.checkpoints.writer
 from frugal.adapters import adapter_state, apply_adapters, load_adapter
+from frugal.checkpoints.writer import put_adapter
 from frugal.config import LoraSection
+from frugal.distributed.strategy import OneProcess, Strategy
 from frugal.errors import CheckpointError, ConfigError
 from frugal.models.load import load_base
-from frugal.models.source import resolve_base
-from frugal.run import train
-from frugal.save.writer import put_adapter
-from frugal.shard.strategy import OneProcess, Strategy
+from frugal.models.resolve import resolve_base
+from frugal.run.train import train
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import runs
@@ -59,7 +59,7 @@ def test_resume_keeps_tensors_loss_and_count(
         seen["trainable"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
         seen["in file"] = sum(tensor.numel() for tensor in saved.values())
 
-    monkeypatch.setattr(frugal.save.writer, "put_adapter", spy)
+    monkeypatch.setattr(frugal.checkpoints.writer, "put_adapter", spy)
     train({**config, "output": {**config["output"], "dir": str(tmp_path)}}, resume=True)
     assert seen["equal"]
     assert seen["adapters"] == ["default"]

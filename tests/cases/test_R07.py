@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from frugal.save.checkpoint import CheckpointParts, find_latest, load_checkpoint, recover, save_checkpoint
-from frugal.save.rotation import rotate
-from frugal.train.optim import OptimizerState
+from frugal.checkpoints.rotation import rotate
+from frugal.checkpoints.write import CheckpointParts, find_latest, load_checkpoint, recover, save_checkpoint
+from frugal.training.optim import OptimizerState
 
 
 def parts(step: int) -> CheckpointParts:

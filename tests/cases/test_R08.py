@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from frugal.checkpoints.lock import RunLock
+from frugal.checkpoints.write import CheckpointParts, find_latest, save_checkpoint, why_incomplete
+from frugal.checkpoints.writer import side_files
 from frugal.config import load_config
 from frugal.errors import CheckpointError
-from frugal.save.checkpoint import CheckpointParts, find_latest, save_checkpoint, why_incomplete
-from frugal.save.lock import RunLock
-from frugal.save.writer import side_files
-from frugal.train.log import TrainLog, read_log
-from frugal.train.optim import OptimizerState
+from frugal.training.log import TrainLog, read_log
+from frugal.training.optim import OptimizerState
 
 
 def parts(size: int) -> CheckpointParts:

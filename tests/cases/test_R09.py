@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from frugal.checkpoints.lock import RunLock
 from frugal.errors import CheckpointError, DataError
-from frugal.run import train
-from frugal.save.lock import RunLock
+from frugal.run.train import train
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import runs

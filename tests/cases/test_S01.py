@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from frugal.run import train
+from frugal.run.train import train
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))

@@ -10,7 +10,7 @@ import torch
 from frugal.data import PreparedData, build
 from frugal.files import read_json
 from frugal.models.families import tiny_model
-from frugal.run import train
+from frugal.run.train import train
 from tests.data.toy import byte_tokenizer, section, write_rows
 
 SPECIALS = ("<pad>", "<eos>", "<user>", "<bot>", "<end>")

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from frugal.checkpoints.tensors import is_pickle, read_tensors
+from frugal.checkpoints.write import MARKER, CheckpointParts, load_checkpoint, save_checkpoint
 from frugal.errors import CheckpointError
 from frugal.files import sha256_file
-from frugal.save.checkpoint import MARKER, CheckpointParts, load_checkpoint, save_checkpoint
-from frugal.save.tensors import is_pickle, read_tensors
-from frugal.train.optim import OptimizerState
+from frugal.training.optim import OptimizerState
 
 
 class Bomb:

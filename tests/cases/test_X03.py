@@ -10,7 +10,7 @@ import pytest
 
 from frugal.errors import ModelError, UnsupportedError
 from frugal.models.load import load_base
-from frugal.models.source import resolve_base
+from frugal.models.resolve import resolve_base
 from frugal.models.tokenizer import load_tokenizer
 
 CODE = """

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from frugal.files import read_json
-from frugal.run import train
-from frugal.train.log import read_log
+from frugal.run.train import train
+from frugal.training.log import read_log
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import runs

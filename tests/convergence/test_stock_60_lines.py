@@ -20,8 +20,8 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, get_cosine_schedule_with_warmup
 
 from frugal.data import step_batches
-from frugal.run import train
-from frugal.train.log import read_log
+from frugal.run.train import train
+from frugal.training.log import read_log
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import runs

@@ -10,16 +10,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from worker import Rank
 
+from frugal.codecs.nf4 import NF4Linear
+from frugal.distributed.fsdp2 import FullyShard
+from frugal.distributed.tensors import fill, local, local_bytes, whole
 from frugal.errors import UnsupportedError
-from frugal.meter_report import optimizer_tensors
-from frugal.quant.nf4 import NF4Linear
-from frugal.shard.fsdp import FullyShard
-from frugal.shard.tensors import fill, local, local_bytes, whole
-from frugal.train.evaluate import to_device
-from frugal.train.job import LoopState
-from frugal.train.loop import _collate
-from frugal.train.optim import trainable
-from frugal.train.probe import run_probe
+from frugal.memory.meter_report import optimizer_tensors
+from frugal.training.evaluate import to_device
+from frugal.training.job import LoopState
+from frugal.training.loop import _collate
+from frugal.training.optim import trainable
+from frugal.training.warmup_step import run_probe
 
 CPU = torch.device("cpu")
 EIGHT_BIT = Setting(train={"optim": "adamw_8bit"}, lora={"r": 64, "lora_alpha": 128})

@@ -13,15 +13,15 @@ from worker import Rank
 
 from frugal.adapters import apply_adapters
 from frugal.config import LoraSection
-from frugal.meter import LiveBytesMeter
+from frugal.distributed.fsdp2 import FullyShard
+from frugal.distributed.layerwise import FilledModel, load_layer_by_layer
+from frugal.distributed.tensors import local_bytes, whole
+from frugal.memory.meter import LiveBytesMeter
 from frugal.models.attention import use_attention
 from frugal.models.load import load_base
-from frugal.models.source import BaseSource
-from frugal.models.swap import swap_modules
-from frugal.shard.fsdp import FullyShard
-from frugal.shard.load import FilledModel, load_layer_by_layer
-from frugal.shard.tensors import local_bytes, whole
-from frugal.train.loss import LossModule
+from frugal.models.replace_modules import swap_modules
+from frugal.models.resolve import BaseSource
+from frugal.training.loss import LossModule
 
 LORA = LoraSection(r=4, lora_alpha=8)
 CPU = torch.device("cpu")

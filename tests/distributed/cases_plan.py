@@ -8,12 +8,12 @@ import torch
 from sharded_runs import Running, Setting, start
 from worker import Rank
 
-from frugal.meter import LiveBytesMeter
-from frugal.shard.fsdp import FullyShard
-from frugal.shard.strategy import DataParallel, Strategy
-from frugal.train.job import LoopState
-from frugal.train.loop import _one_step
-from frugal.train.schedule import split_window
+from frugal.distributed.fsdp2 import FullyShard
+from frugal.distributed.strategy import DataParallel, Strategy
+from frugal.memory.meter import LiveBytesMeter
+from frugal.training.job import LoopState
+from frugal.training.loop import _one_step
+from frugal.training.schedule import split_window
 
 CPU = torch.device("cpu")
 

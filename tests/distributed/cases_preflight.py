@@ -11,17 +11,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from worker import Rank
 
+from frugal.codecs.nf4 import NF4Linear
 from frugal.config import TrainSection
+from frugal.distributed.fsdp2 import FullyShard
+from frugal.distributed.sanity_checks import preflight
+from frugal.distributed.strategy import DataParallel
+from frugal.distributed.zero.config import ZeroSettings
+from frugal.distributed.zero.engine import Zero
 from frugal.errors import FrugalError
-from frugal.models.held import decoder_layers
-from frugal.quant.nf4 import NF4Linear
-from frugal.shard.fsdp import FullyShard
-from frugal.shard.preflight import preflight
-from frugal.shard.strategy import DataParallel
-from frugal.shard.zero import Zero
-from frugal.shard.zero_config import ZeroSettings
-from frugal.train.loss import LossModule
-from frugal.train.optim import build_optimizer, trainable
+from frugal.models.deferred_layers import decoder_layers
+from frugal.training.loss import LossModule
+from frugal.training.optim import build_optimizer, trainable
 
 CPU = torch.device("cpu")
 

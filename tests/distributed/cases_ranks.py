@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from worker import Rank
 
+from frugal.checkpoints import writer
+from frugal.distributed import group as ranks
+from frugal.distributed import rendezvous as roster
 from frugal.errors import FrugalError
-from frugal.run import train
-from frugal.save import writer
-from frugal.train import ranks, roster
+from frugal.run.train import train
 
 
 def _message(action: Any) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worker import Rank
 
-from frugal.run import train
-from frugal.shard.blockwise import on_blocks, part_of_state, whole_state
-from frugal.shard.state import load_optimizer_state, optimizer_state
-from frugal.train.optim8bit import AdamW8bit
+from frugal.distributed.blockwise import on_blocks, part_of_state, whole_state
+from frugal.distributed.optimizer_state import load_optimizer_state, optimizer_state
+from frugal.run.train import train
+from frugal.training.optim8bit import AdamW8bit
 
 CUT = {"shard_base": True}
 EIGHT_BIT: dict[str, Any] = {"train": {"optim": "adamw_8bit"}, "lora": {"r": 64, "lora_alpha": 128}}

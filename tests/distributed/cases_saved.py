@@ -9,7 +9,7 @@ from typing import Any
 from resumed_runs import config
 from worker import Rank
 
-from frugal.run import train
+from frugal.run.train import train
 
 SECTIONS: dict[str, Any] = {"lora": {"modules_to_save": ["lm_head"]}, "train": {"max_steps": 3, "eval_steps": 3}}
 

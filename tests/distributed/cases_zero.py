@@ -13,22 +13,23 @@ from sharded_runs import GLOBAL_BATCH, Running, Setting, give_b, rows, rows_mask
 from torch.distributed.tensor.debug import CommDebugMode
 from worker import Rank
 
+from frugal.checkpoints.tensors import read_tensors, write_tensors
 from frugal.config import LoraSection
+from frugal.distributed.layerwise import load_layer_by_layer
+from frugal.distributed.optimizer_state import OptimizerState
+from frugal.distributed.strategy import Strategy
+from frugal.distributed.zero import state as zero_state
+from frugal.distributed.zero import units as zero_units
+from frugal.distributed.zero.config import ZeroSettings
+from frugal.distributed.zero.engine import Zero
 from frugal.errors import CheckpointError, FrugalError
-from frugal.meter_report import optimizer_tensors
-from frugal.models.held import decoder_layers
-from frugal.models.source import BaseSource
-from frugal.save.tensors import read_tensors, write_tensors
-from frugal.shard import zero_state, zero_units
-from frugal.shard.load import load_layer_by_layer
-from frugal.shard.state import OptimizerState
-from frugal.shard.strategy import Strategy
-from frugal.shard.zero import Zero
-from frugal.shard.zero_config import ZeroSettings
-from frugal.train.evaluate import to_device
-from frugal.train.job import LoopState
-from frugal.train.loop import _collate
-from frugal.train.probe import run_probe
+from frugal.memory.meter_report import optimizer_tensors
+from frugal.models.deferred_layers import decoder_layers
+from frugal.models.resolve import BaseSource
+from frugal.training.evaluate import to_device
+from frugal.training.job import LoopState
+from frugal.training.loop import _collate
+from frugal.training.warmup_step import run_probe
 
 CPU = torch.device("cpu")
 ODD = Setting(

@@ -15,7 +15,7 @@ import yaml
 from harness import ROOT, free_port, group_environment
 from safetensors.torch import load_file
 
-from frugal.run import train
+from frugal.run.train import train
 
 WITH_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs frugal[deepspeed]")
 ENVIRONMENT = {key: value for key, value in group_environment(2).items() if not key.endswith("_SIZE")}

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from frugal.adapters import apply_adapters
 from frugal.config import LoraSection, TrainSection
 from frugal.data import TokenDataset
-from frugal.memory.checkpoint import CheckpointHandle, apply_activation_checkpointing
+from frugal.distributed.strategy import Strategy, replicated
+from frugal.memory.checkpointing import CheckpointHandle, apply_activation_checkpointing
 from frugal.models.attention import use_attention
 from frugal.models.head import HeadSpec
 from frugal.models.load import load_base
-from frugal.models.source import BaseSource
-from frugal.models.swap import swap_modules
-from frugal.shard.strategy import Strategy, replicated
-from frugal.train.job import Hooks, Job, LoopState
-from frugal.train.loop import train_loop
-from frugal.train.loss import LossModule
-from frugal.train.optim import build_optimizer, trainable
-from frugal.train.schedule import StepOrder, make_plan, rate_factor
-from frugal.train.signals import StopRequest
+from frugal.models.replace_modules import swap_modules
+from frugal.models.resolve import BaseSource
+from frugal.training.job import Hooks, Job, LoopState
+from frugal.training.loop import train_loop
+from frugal.training.loss import LossModule
+from frugal.training.optim import build_optimizer, trainable
+from frugal.training.schedule import StepOrder, make_plan, rate_factor
+from frugal.training.signals import StopRequest
 
 # 22 rows in windows of 8: the last of an epoch is short, and on 4 ranks with one row each some ranks have nothing
 TARGETS = [5, 1, 7, 2, 4, 9, 2, 8, 5, 3, 9, 1, 6, 2, 7, 1, 8, 3, 3, 6, 1, 2]

@@ -12,7 +12,7 @@ import torch
 from harness import Outcome, Outcomes, run_cases
 from sharded_runs import Running, Setting, largest_difference, rows, rows_masked_for_some, start
 
-from frugal.train.optim import trainable
+from frugal.training.optim import trainable
 
 TWO = [
     "same", "masked", "adapters_only", "eight_bit", "host_shards", "tied_with_new_tokens", "trained_head",

@@ -19,11 +19,11 @@ from harness import ROOT
 from launched_runs import ENVIRONMENT, WITH_DEEPSPEED, Runs, accelerate_launch, launched, same, torchrun
 from safetensors.torch import load_file
 
+from frugal.checkpoints.write import find_latest
+from frugal.exports.merge import merge
 from frugal.files import read_json
-from frugal.run import train
-from frugal.save.checkpoint import find_latest
-from frugal.save.merge import merge
-from frugal.train.log import read_log
+from frugal.run.train import train
+from frugal.training.log import read_log
 
 STRATEGIES = ["ddp", "fsdp2", *(pytest.param(name, marks=WITH_DEEPSPEED) for name in ("zero2", "zero3"))]
 

@@ -14,9 +14,9 @@ from transformers import AutoConfig
 
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection
 from frugal.ops.planned import PlannedDevice
-from frugal.plan.built import Shape
-from frugal.plan.sharing import Sharing, units_of
-from frugal.plan.simulate import Simulation
+from frugal.planning.sharding import Sharing, units_of
+from frugal.planning.simulate import Simulation
+from frugal.planning.simulated_model import Shape
 
 
 @pytest.fixture(scope="module")

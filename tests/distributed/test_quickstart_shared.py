@@ -12,8 +12,8 @@ from launched_runs import WITH_DEEPSPEED, accelerate_launch, launched
 from safetensors.torch import load_file
 
 from frugal.config import load_config
-from frugal.run import train
-from frugal.save.merge import merge
+from frugal.exports.merge import merge
+from frugal.run.train import train
 
 pytestmark = pytest.mark.model
 CONFIG = ROOT / "configs" / "quickstart.yaml"

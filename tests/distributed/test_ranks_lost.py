@@ -10,7 +10,7 @@ import pytest
 import runs
 from harness import Outcomes, run_cases
 
-from frugal.save.checkpoint import find_latest
+from frugal.checkpoints.write import find_latest
 
 LOST = {
     "first": (15, "process 0 of 2"),

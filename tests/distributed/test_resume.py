@@ -16,8 +16,8 @@ from runs import write_rows
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from frugal.run import train
-from frugal.train.log import read_log
+from frugal.run.train import train
+from frugal.training.log import read_log
 
 TWO = ["fsdp2", "fsdp2_again", "one_to_two", "adapters_only", "to_ddp", "eight_bit", "eight_bit_again", "blocks"]
 ADAPTER = "adapter_model.safetensors"

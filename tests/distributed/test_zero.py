@@ -22,9 +22,9 @@ if shutil.which("c++") is None:
 
 import cases_zero as cases
 
-from frugal.save.tensors import read_tensors, write_tensors
-from frugal.shard.state import OptimizerState, load_optimizer_state, optimizer_state
-from frugal.train.job import LoopState
+from frugal.checkpoints.tensors import read_tensors, write_tensors
+from frugal.distributed.optimizer_state import OptimizerState, load_optimizer_state, optimizer_state
+from frugal.training.job import LoopState
 
 pytestmark = pytest.mark.timeout(1200)  # the first launch compiles an operation, and may share its cores
 

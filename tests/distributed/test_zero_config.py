@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.errors import ConfigError, UnsupportedError
-from frugal.shard import zero_ready
-from frugal.shard.zero_config import (
+from frugal.distributed.zero import ready as zero_ready
+from frugal.distributed.zero.config import (
     ZeroSettings,
     check_given,
     engine_config,
@@ -25,6 +24,7 @@ from frugal.shard.zero_config import (
     stage_of,
     without_auto,
 )
+from frugal.errors import ConfigError, UnsupportedError
 
 THREE = ZeroSettings(stage=3, micro_batch=2, accumulation=4, max_grad_norm=1.0)
 CPU = torch.device("cpu")

@@ -13,16 +13,16 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from frugal import meter_report as kinds
 from frugal.errors import MemoryBudgetError, UnsupportedError
 from frugal.memory import apply_activation_checkpointing
-from frugal.memory.checkpoint import LayerCheckpoint
+from frugal.memory import meter_report as kinds
+from frugal.memory.checkpointing import LayerCheckpoint
+from frugal.memory.meter import LiveBytesMeter
 from frugal.memory.offload import SLAB_BYTES, DiskStore, HostSlot, HostStore
 from frugal.memory.pressure import OutOfHostMemory
 from frugal.memory.scratch import ScratchFile
-from frugal.meter import LiveBytesMeter
 from frugal.ops import recompute
-from frugal.plan.host import Sizes, host_bytes
+from frugal.planning.host import Sizes, host_bytes
 from tests.conftest import make_llama
 from tests.memory.tools import assert_same, batch, gradients, lora_model
 
@@ -311,7 +311,7 @@ def test_a_layer_that_changes_later_is_recomputed_in_full() -> None:
 
 
 def test_a_plan_counts_the_slabs_that_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frugal.plan.host.SLAB_BYTES", 1 << 16)
+    monkeypatch.setattr("frugal.planning.host.SLAB_BYTES", 1 << 16)
     for tokens in (1, 37, 500):
         store = HostStore(slab_bytes=1 << 16)
         kept = [store.put(torch.zeros(tokens, 24)) for _ in range(9)]

@@ -13,14 +13,14 @@ from frugal.config import load_config
 from frugal.errors import MemoryBudgetError
 from frugal.files import read_json
 from frugal.memory import apply_activation_checkpointing
+from frugal.memory.meter import LiveBytesMeter, OutOfBudget
 from frugal.memory.pressure import OutOfHostMemory, is_out_of_memory, refuse_when_host_is_full
-from frugal.meter import LiveBytesMeter, OutOfBudget
-from frugal.train.job import Hooks, LoopState
-from frugal.train.ladder import Ladder
-from frugal.train.log import read_log
-from frugal.train.loop import train_loop
-from frugal.train.probe import longest_micro_batch, run_probe
-from frugal.train.signals import StopRequest
+from frugal.training.job import Hooks, LoopState
+from frugal.training.log import read_log
+from frugal.training.loop import train_loop
+from frugal.training.oom_fallback import Ladder
+from frugal.training.signals import StopRequest
+from frugal.training.warmup_step import longest_micro_batch, run_probe
 from tests.train import runs, toy
 
 

@@ -11,20 +11,20 @@ import torch
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from frugal.cli import app
+from frugal.cli.main import app
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection, load_config
 from frugal.config.sizes import parse_size
 from frugal.errors import ConfigError, ModelError
 from frugal.gpus import GPUS, find_gpu
 from frugal.ops.planned import PlannedDevice
-from frugal.plan import Planner, make_planner
-from frugal.plan.allowance import device_allowance, tensor_budget
-from frugal.plan.architectures import known_architecture
-from frugal.plan.inputs import architecture, planned_device
-from frugal.plan.show import lines
-from frugal.plan.simulate import PHASES, Shape, Simulation
-from frugal.plan.skeleton import layer_counts, with_layers
-from frugal.plan.sweep import solve, sweep
+from frugal.planning import Planner, make_planner
+from frugal.planning.architectures import known_architecture
+from frugal.planning.inputs import architecture, planned_device
+from frugal.planning.overhead import device_allowance, tensor_budget
+from frugal.planning.show import lines
+from frugal.planning.simulate import PHASES, Shape, Simulation
+from frugal.planning.skeleton import layer_counts, with_layers
+from frugal.planning.sweep import solve, sweep
 
 SIZES: dict[str, Any] = {
     "vocab_size": 2000,

@@ -16,20 +16,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from frugal.adapters import apply_adapters
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection
 from frugal.data import TokenDataset
+from frugal.distributed.strategy import replicated
 from frugal.memory import apply_activation_checkpointing
-from frugal.meter import LiveBytesMeter
+from frugal.memory.meter import LiveBytesMeter
 from frugal.models.attention import use_attention
 from frugal.models.load import load_base
-from frugal.models.source import BaseSource
-from frugal.models.swap import swap_modules
+from frugal.models.replace_modules import swap_modules
+from frugal.models.resolve import BaseSource
 from frugal.ops.planned import PlannedDevice
-from frugal.plan.simulate import PHASES, Phase, Shape, Simulation
-from frugal.shard.strategy import replicated
-from frugal.train import loop
-from frugal.train.evaluate import evaluate_rows
-from frugal.train.loss import LossModule
-from frugal.train.optim import build_optimizer, trainable
-from frugal.train.schedule import StepOrder, make_plan, rate_factor
+from frugal.planning.simulate import PHASES, Phase, Shape, Simulation
+from frugal.training import loop
+from frugal.training.evaluate import evaluate_rows
+from frugal.training.loss import LossModule
+from frugal.training.optim import build_optimizer, trainable
+from frugal.training.schedule import StepOrder, make_plan, rate_factor
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,

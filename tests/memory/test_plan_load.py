@@ -11,14 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from frugal.adapters import apply_adapters
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection
-from frugal.meter import LiveBytesMeter
+from frugal.memory.meter import LiveBytesMeter
 from frugal.models.attention import use_attention
 from frugal.models.load import load_base
-from frugal.models.source import BaseSource
-from frugal.models.swap import swap_modules
+from frugal.models.replace_modules import swap_modules
+from frugal.models.resolve import BaseSource
 from frugal.ops.planned import PlannedDevice
-from frugal.plan.loading import load_peak
-from frugal.plan.simulate import Simulation
+from frugal.planning.loading import load_peak
+from frugal.planning.simulate import Simulation
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,

@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from frugal.charts import Area, area_chart
-from frugal.cli import app
-from frugal.plan import make_planner
-from frugal.plan.built import Shape
-from frugal.plan.picture import GIB, drawing
+from frugal.cli.main import app
+from frugal.planning import make_planner
+from frugal.planning.picture import GIB, drawing
+from frugal.planning.simulated_model import Shape
+from frugal.web.charts import Area, area_chart
 
 
 def test_areas_and_marks(tiny_llama_folder: Path) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from frugal.cli import app
+from frugal.cli.main import app
 from frugal.config import load_config
-from frugal.plan import Planner
-from frugal.plan.inputs import planned_device
-from frugal.plan.network import LINKS, gpu_flops, step_flops
-from frugal.plan.strategy import choose_strategy, settled
+from frugal.planning import Planner
+from frugal.planning.inputs import planned_device
+from frugal.planning.network import LINKS, gpu_flops, step_flops
+from frugal.planning.strategy import choose_strategy, settled
 
 
 def planner(folder: Path, vram: str = "8GB", **known: Any) -> Planner:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 from frugal.errors import UnsupportedError
 from frugal.models import attention as module
 from frugal.models.attention import use_attention
-from frugal.run import train
+from frugal.run.train import train
 
 
 def load(folder: Path) -> Any:

@@ -18,17 +18,17 @@ from frugal.adapters import apply_adapters
 from frugal.adapters.embedding import place_of_table
 from frugal.config import LoraSection
 from frugal.errors import ConfigError
+from frugal.exports.merge import merge
 from frugal.files import read_json
 from frugal.models import host_embedding
 from frugal.models.host_embedding import HostEmbedding, host_refusal, input_device, put_on_host
 from frugal.models.load import load_base
 from frugal.models.report import count_bytes
+from frugal.models.resolve import resolve_base
 from frugal.models.skeleton import build_meta
-from frugal.models.source import resolve_base
-from frugal.plan import plan
-from frugal.run import train
-from frugal.save.merge import merge
-from frugal.train.loss import LossModule
+from frugal.planning import planner as plan
+from frugal.run.train import train
+from frugal.training.loss import LossModule
 from tests.conftest import make_llama
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))

@@ -24,11 +24,11 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from frugal.codecs.nf4 import NF4Linear
 from frugal.errors import ModelError, UnsupportedError
+from frugal.models.checkpoint_files import read_header
 from frugal.models.load import load_base
-from frugal.models.source import BaseSource, resolve_base
-from frugal.models.tensor_file import read_header
-from frugal.quant.nf4 import NF4Linear
+from frugal.models.resolve import BaseSource, resolve_base
 
 IDS = torch.tensor([[1, 5, 9, 200, 17, 33]])
 
@@ -200,8 +200,8 @@ import os, re, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 from frugal.models.load import load_base
-from frugal.models.source import BaseSource
-from frugal.quant.nf4 import NF4Linear
+from frugal.models.resolve import BaseSource
+from frugal.codecs.nf4 import NF4Linear
 def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 source = BaseSource("big", Path(sys.argv[1]), "folder", None)

@@ -16,9 +16,9 @@ import pytest
 from huggingface_hub import errors as hub
 
 from frugal.errors import ConfigError, ModelError, UnsupportedError
-from frugal.models import source
+from frugal.models import resolve as source
 from frugal.models.fingerprint import base_fingerprint
-from frugal.models.source import resolve_base
+from frugal.models.resolve import resolve_base
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_paths_names_and_revisions(tmp_path: Path) -> None:
 def test_offline_and_not_cached(tmp_path: Path) -> None:
     """In a process of its own: the hub library reads HF_HUB_OFFLINE when it is imported."""
     code = (
-        "from frugal.models.source import resolve_base\nfrom frugal.errors import ModelError\n"
+        "from frugal.models.resolve import resolve_base\nfrom frugal.errors import ModelError\n"
         "try:\n    resolve_base('org/some-model')\nexcept ModelError as error:\n    print(error)"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
@@ -100,7 +100,7 @@ def test_offline_and_not_cached(tmp_path: Path) -> None:
 def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path: Path) -> None:
     """A download by the hub library would try for half a minute and print every failure."""
     code = (
-        "from frugal.models.source import resolve_base\nfrom frugal.errors import ModelError\n"
+        "from frugal.models.resolve import resolve_base\nfrom frugal.errors import ModelError\n"
         "try:\n    resolve_base('org/some-model')\nexcept ModelError as error:\n    print(error)"
     )
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}

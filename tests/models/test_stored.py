@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from frugal.models import stored
-from frugal.models.stored import StoredEmbedding, StoredLinear, keep_stored
+from frugal.models import upcast_on_use as stored
+from frugal.models.upcast_on_use import StoredEmbedding, StoredLinear, keep_stored
 
 
 class Tied(nn.Module):

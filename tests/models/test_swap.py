@@ -7,10 +7,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import nn
 
+from frugal.codecs.nf4 import NF4Linear
 from frugal.models.families import FAMILIES, tiny_model
 from frugal.models.fused import FrugalGatedMLP, FrugalLoraLinear, FrugalRMSNorm
-from frugal.models.swap import disproof, swap_modules
-from frugal.quant.nf4 import NF4Linear
+from frugal.models.replace_modules import disproof, swap_modules
 
 
 def _peft(family, *, nf4=False, config=None, **changes):

@@ -5,12 +5,12 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import nn
 
+from frugal.codecs.nf4 import NF4Linear
 from frugal.models.attention import use_attention
 from frugal.models.families import FAMILIES, tiny_model
 from frugal.models.fused_attention import FrugalAttention
-from frugal.models.swap import swap_modules
-from frugal.models.swap_attention import attention_candidate, attention_disproof
-from frugal.quant.nf4 import NF4Linear
+from frugal.models.replace_attention import attention_candidate, attention_disproof
+from frugal.models.replace_modules import swap_modules
 
 
 def _peft(family, *, nf4=False, attention="frugal", config=None, **changes):

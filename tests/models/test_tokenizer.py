@@ -10,7 +10,7 @@ import torch
 
 from frugal.errors import ConfigError
 from frugal.models.load import load_base
-from frugal.models.source import resolve_base
+from frugal.models.resolve import resolve_base
 from frugal.models.tokenizer import choose_pad, load_tokenizer, new_token_ids, rows_needed, zero_embedding_rows
 from tests.conftest import make_tokenizer
 

@@ -5,10 +5,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from frugal.codecs.nf4 import quantize_nf4
 from frugal.ops import recompute
 from frugal.ops.gated_mlp import gated_mlp, gated_mlp_reference, tile_tokens_for
 from frugal.ops.projection import Projection
-from frugal.quant.nf4 import quantize_nf4
 
 F64 = torch.float64
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from frugal.codecs.nf4 import quantize_nf4
 from frugal.ops.lora_linear import lora_linear, lora_linear_reference
-from frugal.quant.nf4 import quantize_nf4
 
 F64 = torch.float64
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from frugal.meter import LiveBytesMeter
+from frugal.memory.meter import LiveBytesMeter
 from frugal.ops import attention_reference, choose
 from frugal.ops.head_groups import WORKSPACE_BYTES, head_ranges, key_heads_at_once
 from frugal.ops.planned import PlannedDevice, planned_attention, planning_for

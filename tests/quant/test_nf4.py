@@ -12,8 +12,8 @@ from bitsandbytes import functional as bnb
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from frugal.quant import codes
-from frugal.quant.nf4 import NF4Linear, NF4Tensors, dequantize_nf4, dequantize_rows, quantize_nf4
+from frugal.codecs import nf4_codes as codes
+from frugal.codecs.nf4 import NF4Linear, NF4Tensors, dequantize_nf4, dequantize_rows, quantize_nf4
 
 SHAPES = [(64, 64), (192, 576), (96, 128), (5, 63), (4, 17), (7, 33), (3, 100), (300, 64), (1, 1), (64, 4096)]
 
@@ -100,7 +100,7 @@ def test_large_layers_go_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None
     x = torch.randn(5, 64, requires_grad=True)
     whole = ours(x)
     (wanted,) = torch.autograd.grad(whole.sum(), x)
-    monkeypatch.setattr("frugal.quant.nf4._WIDENED_BYTES", 64 * 64 * 4)
+    monkeypatch.setattr("frugal.codecs.nf4._WIDENED_BYTES", 64 * 64 * 4)
     got = ours(x)
     torch.testing.assert_close(got, whole)
     torch.testing.assert_close(torch.autograd.grad(got.sum(), x)[0], wanted)

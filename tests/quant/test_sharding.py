@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from frugal.quant.nf4 import NF4Linear
+from frugal.codecs.nf4 import NF4Linear
 
 
 class Block(nn.Module):

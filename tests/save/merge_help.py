@@ -12,12 +12,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from frugal.checkpoints.side_files import save_side_files
+from frugal.codecs.nf4 import dequantize_nf4, quantize_nf4
 from frugal.config import dump_yaml, load_config
 from frugal.files import write_json, write_text
 from frugal.manifest import Manifest
 from frugal.models.fingerprint import base_fingerprint
-from frugal.quant.nf4 import dequantize_nf4, quantize_nf4
-from frugal.save.export_adapter import save_side_files
 
 IDS = torch.tensor([[1, 17, 45, 200, 13, 99, 150, 7]])
 

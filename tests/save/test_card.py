@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from frugal.config import load_config
-from frugal.save.card import adapter_card
-from frugal.save.merge import merge
+from frugal.exports.card import adapter_card
+from frugal.exports.merge import merge
 from tests.save.merge_help import make_run
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from frugal.chat import load_run
-from frugal.run import train
-from frugal.save.merge import merge
+from frugal.exports.merge import merge
+from frugal.inference.chat import load_run
+from frugal.run.train import train
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import runs

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from frugal.checkpoints.lock import LOCK_NAME, RunLock
 from frugal.errors import CheckpointError
-from frugal.save.lock import LOCK_NAME, RunLock
 
 
 def test_second_holder_is_refused_and_the_first_left_alone(tmp_path: Path) -> None:

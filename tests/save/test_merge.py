@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from frugal.errors import CheckpointError, ConfigError, UnsupportedError
+from frugal.exports.merge import merge
 from frugal.models.families import tiny_model
-from frugal.save.merge import merge
 from tests.save.merge_help import IDS, logits_here, logits_in_new_process, logits_of, make_run
 
 Make = Callable[..., Path]
@@ -135,7 +135,7 @@ def test_a_failure_leaves_nothing(tiny_llama_folder: Path, tmp_path: Path, monke
         merge(tmp_path / "run", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("frugal.save.merge.shutil.disk_usage", lambda folder: usage)
+    monkeypatch.setattr("frugal.exports.merge.shutil.disk_usage", lambda folder: usage)
     (tmp_path / "run" / "tokenizer.json").write_bytes((tiny_llama_folder / "tokenizer.json").read_bytes())
     with pytest.raises(CheckpointError, match="GB free"):
         merge(tmp_path / "run", tmp_path / "out")

@@ -22,8 +22,8 @@ torch.set_num_threads(1)
 import bitsandbytes, peft, transformers
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
-from frugal.quant.nf4 import quantize_nf4
-from frugal.save.merge import merge
+from frugal.codecs.nf4 import quantize_nf4
+from frugal.exports.merge import merge
 
 def status(key):
     for line in open("/proc/self/status"):

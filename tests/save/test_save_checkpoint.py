@@ -9,8 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from frugal.errors import CheckpointError
-from frugal.save.checkpoint import (
+from frugal.checkpoints.resume import starting_point
+from frugal.checkpoints.rotation import list_checkpoints, rotate
+from frugal.checkpoints.space import check_space, checkpoint_bytes
+from frugal.checkpoints.tensors import read_tensors, write_tensors
+from frugal.checkpoints.write import (
     MARKER,
     CheckpointParts,
     find_latest,
@@ -19,11 +22,8 @@ from frugal.save.checkpoint import (
     save_checkpoint,
     why_incomplete,
 )
-from frugal.save.resume import starting_point
-from frugal.save.rotation import list_checkpoints, rotate
-from frugal.save.space import check_space, checkpoint_bytes
-from frugal.save.tensors import read_tensors, write_tensors
-from frugal.train.optim import OptimizerState
+from frugal.errors import CheckpointError
+from frugal.training.optim import OptimizerState
 
 
 def parts(step: int, size: int = 8) -> CheckpointParts:
@@ -140,7 +140,7 @@ def test_an_empty_tensor_is_never_saved(tmp_path: Path) -> None:
 
 
 def test_space_is_checked_with_one_more_than_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frugal.save.space.free_bytes", lambda folder: 3_000_000)
+    monkeypatch.setattr("frugal.checkpoints.space.free_bytes", lambda folder: 3_000_000)
     check_space(tmp_path, one_bytes=1_000_000, kept=2)
     with pytest.raises(CheckpointError, match=r"4.0 MB \(4,000,000 bytes\), 3.0 MB \(3,000,000 bytes\) are free"):
         check_space(tmp_path, one_bytes=1_000_000, kept=3)

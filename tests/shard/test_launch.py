@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from frugal.config.shipped import launch_configs
+from frugal.distributed.launch import Launch, check_group, choose, read_launch, unused_gpus
 from frugal.errors import ConfigError
-from frugal.shard.launch import Launch, check_group, choose, read_launch, unused_gpus
-from frugal.shipped import launch_configs
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
 ACCELERATE = {**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}

@@ -14,15 +14,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 from frugal.adapters import apply_adapters
 from frugal.config import LoraSection
+from frugal.distributed.layerwise import FilledModel, load_layer_by_layer, needs_whole_base
 from frugal.errors import ModelError, UnsupportedError
-from frugal.meter import LiveBytesMeter
+from frugal.memory.meter import LiveBytesMeter
 from frugal.models.attention import use_attention
 from frugal.models.families import FAMILIES, tiny_model
 from frugal.models.head import split_head
 from frugal.models.load import load_base
-from frugal.models.source import BaseSource
-from frugal.models.swap import swap_modules
-from frugal.shard.load import FilledModel, load_layer_by_layer, needs_whole_base
+from frugal.models.replace_modules import swap_modules
+from frugal.models.resolve import BaseSource
 
 LORA = LoraSection(r=4, lora_alpha=8)
 

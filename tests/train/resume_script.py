@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from frugal.run import train
+from frugal.run.train import train
 
 torch.set_num_threads(1)
 for config, resume in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):

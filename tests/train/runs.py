@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from frugal.train.log import read_log
+from frugal.training.log import read_log
 
 EXACT = ("step", "loss", "learning_rate", "grad_norm", "tokens", "trained_tokens", "rows_sha256", "eval_loss")
 

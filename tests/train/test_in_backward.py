@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from frugal.checkpoints.tensors import read_tensors
 from frugal.config import load_config
 from frugal.errors import ConfigError, FrugalError, MemoryBudgetError
 from frugal.files import read_json
-from frugal.run import train
-from frugal.save.tensors import read_tensors
-from frugal.train.in_backward import place_of_step, step_in_backward
-from frugal.train.job import Hooks, LoopState
-from frugal.train.loop import train_loop
-from frugal.train.optim import trainable
-from frugal.train.signals import StopRequest
+from frugal.run.train import train
+from frugal.training.in_backward import place_of_step, step_in_backward
+from frugal.training.job import Hooks, LoopState
+from frugal.training.loop import train_loop
+from frugal.training.optim import trainable
+from frugal.training.signals import StopRequest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import runs

@@ -16,9 +16,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from frugal.errors import CheckpointError, ConfigError
-from frugal.meter import LiveBytesMeter
-from frugal.train.in_backward import OptimizerInBackward
-from frugal.train.optim8bit import AdamW8bit
+from frugal.memory.meter import LiveBytesMeter
+from frugal.training.in_backward import OptimizerInBackward
+from frugal.training.optim8bit import AdamW8bit
 
 SHAPES = [(16, 576), (1536, 16), (5000,), (64,), (33, 127)]  # with a short last block, and small ones
 

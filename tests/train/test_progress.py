@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from frugal.train.log import TrainLog, read_log
-from frugal.train.progress import Reporter, SafeStream, duration, say
-from frugal.train.summary import TrainResult, summary_lines
+from frugal.training.log import TrainLog, read_log
+from frugal.training.progress import Reporter, SafeStream, duration, say
+from frugal.training.summary import TrainResult, summary_lines
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from frugal.train.job import Hooks, LoopState
-from frugal.train.loop import train_loop
-from frugal.train.optim import trainable
-from frugal.train.signals import StopRequest
+from frugal.training.job import Hooks, LoopState
+from frugal.training.loop import train_loop
+from frugal.training.optim import trainable
+from frugal.training.signals import StopRequest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import toy

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import frugal.save.checkpoint
+import frugal.checkpoints.write
+from frugal.checkpoints.write import why_incomplete
 from frugal.errors import CheckpointError, ConfigError, FrugalError
 from frugal.files import read_json
-from frugal.run import evaluate, train
-from frugal.save.checkpoint import why_incomplete
-from frugal.train.log import read_log
+from frugal.run.train import evaluate, train
+from frugal.training.log import read_log
 
 sys.path.insert(0, str(Path(__file__).parent))
 import runs
@@ -69,7 +69,7 @@ def test_the_best_checkpoint_is_kept_and_its_adapter_ends_the_run(
 def test_disk_full_in_the_middle_of_a_run(
     tiny_llama_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = frugal.save.checkpoint.write_tensors
+    original = frugal.checkpoints.write.write_tensors
 
     def full(path: Path, *args: Any, **kwargs: Any) -> None:
         if "checkpoint-4" in str(path):
@@ -77,7 +77,7 @@ def test_disk_full_in_the_middle_of_a_run(
             raise OSError(errno.ENOSPC, "No space left on device")
         original(path, *args, **kwargs)
 
-    monkeypatch.setattr(frugal.save.checkpoint, "write_tensors", full)
+    monkeypatch.setattr(frugal.checkpoints.write, "write_tensors", full)
     run_dir = tmp_path / "run"
     config = settings(tiny_llama_folder, data, run_dir)
     config["output"]["save_steps"] = 2
@@ -94,7 +94,7 @@ def test_disk_full_in_the_middle_of_a_run(
     assert rescued is not None
     assert load_file(Path(rescued.group(1)) / "adapter_model.safetensors")
     # with room again the run goes on, and ends as one that never stopped
-    monkeypatch.setattr(frugal.save.checkpoint, "write_tensors", original)
+    monkeypatch.setattr(frugal.checkpoints.write, "write_tensors", original)
     train(config, resume=True)
     train({**config, "output": {"dir": str(tmp_path / "whole")}})
     runs.same_result(run_dir, tmp_path / "whole")
@@ -103,7 +103,7 @@ def test_disk_full_in_the_middle_of_a_run(
 def test_too_small_a_disk_stops_before_training(
     tiny_llama_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frugal.save.space.free_bytes", lambda folder: 2_000_000)
+    monkeypatch.setattr("frugal.checkpoints.space.free_bytes", lambda folder: 2_000_000)
     with pytest.raises(CheckpointError, match=r"2 checkpoints of 1\.1 MB and one being written need 3\.3 MB"):
         train(settings(tiny_llama_folder, data, tmp_path / "run"))
     assert not (tmp_path / "run" / "train_log.jsonl").exists()
@@ -137,7 +137,7 @@ def test_losses_that_stop_being_finite_stop_the_run(tiny_llama_folder: Path, dat
 def test_a_tracker_that_is_not_installed_stops_at_once(
     tiny_llama_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frugal.train.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("frugal.training.trackers.find_spec", lambda name: None)
     config = settings(tiny_llama_folder, data, tmp_path / "run")
     config["train"]["report_to"] = ["wandb"]
     with pytest.raises(ConfigError, match=r"wandb, which is not installed here.*pip install wandb"):

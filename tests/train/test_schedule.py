@@ -10,7 +10,7 @@ import pytest
 
 from frugal.config import TrainSection
 from frugal.errors import DataError
-from frugal.train.schedule import StepOrder, make_plan, rate_factor, split_window
+from frugal.training.schedule import StepOrder, make_plan, rate_factor, split_window
 
 
 def section(**changes: object) -> TrainSection:

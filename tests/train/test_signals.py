@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from frugal.errors import Interrupted
-from frugal.train.signals import StopRequest
+from frugal.training.signals import StopRequest
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -13,12 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from frugal.config import TrainSection
 from frugal.data import TokenDataset
+from frugal.distributed.strategy import replicated
 from frugal.models.attention import use_attention
-from frugal.shard.strategy import replicated
-from frugal.train.job import Job
-from frugal.train.loss import LossModule
-from frugal.train.optim import build_optimizer, trainable
-from frugal.train.schedule import StepOrder, make_plan, rate_factor
+from frugal.training.job import Job
+from frugal.training.loss import LossModule
+from frugal.training.optim import build_optimizer, trainable
+from frugal.training.schedule import StepOrder, make_plan, rate_factor
 
 VOCAB = 97
 

@@ -11,13 +11,13 @@ import torch
 import toy
 from safetensors.torch import save_file
 
+from frugal.distributed import group as ranks
 from frugal.errors import CheckpointError, FrugalError
-from frugal.train import ranks
-from frugal.train.evaluate import evaluate_rows
-from frugal.train.job import Hooks, LoopState
-from frugal.train.loop import train_loop
-from frugal.train.optim import trainable
-from frugal.train.signals import StopRequest
+from frugal.training.evaluate import evaluate_rows
+from frugal.training.job import Hooks, LoopState
+from frugal.training.loop import train_loop
+from frugal.training.optim import trainable
+from frugal.training.signals import StopRequest
 
 TARGETS = [1, 9, 2, 4, 3]
 SETTINGS: dict[str, Any] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from frugal.doctor import kernel_checks
+from frugal.verification import kernel_checks
 from tests.kernels.support import checked
 
 CPU = torch.device("cpu")
@@ -36,8 +36,8 @@ def test_right_kernels_pass(dtype: torch.dtype) -> None:
 
 
 def test_the_check_of_the_adam_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from frugal.doctor.checks import adam_error
     from frugal.kernels import adam8bit
+    from frugal.verification.checks import adam_error
 
     def error() -> float:
         generator = torch.Generator().manual_seed(0)

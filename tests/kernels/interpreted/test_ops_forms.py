@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from frugal.codecs.nf4 import quantize_nf4
 from frugal.ops import adam8bit, projection, weights
 from frugal.ops.adam8bit import adam8bit_
 from frugal.ops.gated_mlp import gated_mlp, gated_mlp_reference
@@ -17,8 +18,7 @@ from frugal.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_e
 from frugal.ops.norm import rms_norm, rms_norm_reference
 from frugal.ops.projection import Projection, Running
 from frugal.ops.rope import rope_joint, rope_pair, rope_reference
-from frugal.quant.nf4 import quantize_nf4
-from frugal.train.optim8bit import AdamW8bit
+from frugal.training.optim8bit import AdamW8bit
 from tests.kernels.support import bits_equal, checked
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from frugal.codecs.nf4_codes import nested_code, nf4_code
 from frugal.kernels.adam8bit import adam8bit_
 from frugal.kernels.cross_entropy import cross_entropy_
 from frugal.kernels.cross_entropy_once import cross_entropy_once_
@@ -20,7 +21,6 @@ from frugal.kernels.gated import gated, gated_backward_
 from frugal.kernels.nf4 import Nf4Parts, plan_dequantize, plan_dequantize_lora
 from frugal.kernels.rms_norm import plan_rms_norm, plan_rms_norm_backward
 from frugal.kernels.rope import rope_
-from frugal.quant.codes import nested_code, nf4_code
 from tests.kernels.support import checked, close_to_exact, sparse_empty
 
 CPU = torch.device("cpu")

@@ -1,0 +1,174 @@
+"""May this run start in this folder, and from where: the states of an output folder, and what may differ on resume."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from frugal.checkpoints.rotation import list_checkpoints
+from frugal.checkpoints.write import find_latest, why_incomplete
+from frugal.data import TokenDataset
+from frugal.errors import CheckpointError
+from frugal.files import read_json
+
+HARMLESS = (
+    "data.cache",
+    "data.num_proc",
+    "distributed",
+    "memory",
+    "model.trust_remote_code",
+    "output",
+    "train.eval_steps",
+    "train.gradient_accumulation_steps",
+    "train.logging_steps",
+    "train.per_device_eval_batch_size",
+    "train.per_device_train_batch_size",
+    "train.report_to",
+)
+"""Keys (or whole sections) that may differ between a checkpoint and the run that goes on with it.
+
+They change neither rows, nor losses, nor rates. The batch sizes are here because only their product, the global batch,
+matters, and that is compared on its own.
+"""
+
+_ABSENT = "(not set)"
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """SHA-256 of a resolved config without its harmless keys: equal hashes may resume one another."""
+    kept = {key: value for key, value in flatten(config).items() if not _is_harmless(key)}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def data_fingerprint(rows: TokenDataset) -> str:
+    """SHA-256 of tokenised rows: ids, targets and document limits, in order."""
+    digest = hashlib.sha256()
+    for array in (rows.input_ids, rows.trained, rows.doc_starts, rows.row_docs):
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted keys; lists stay values."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """`key: saved -> current` for every key that differs and matters."""
+    before, now = flatten(saved), flatten(current)
+    return [
+        f"{key}: {before.get(key, _ABSENT)} -> {now.get(key, _ABSENT)}"
+        for key in sorted(before.keys() | now.keys())
+        if not _is_harmless(key) and before.get(key, _ABSENT) != now.get(key, _ABSENT)
+    ]
+
+
+def starting_point(
+    run_dir: Path, config: dict[str, Any], resume: bool | str | Path | None, say: Callable[[str], None] = print
+) -> Path | None:
+    """The checkpoint to go on from, None for a fresh start.
+
+    ``resume`` None or False starts fresh, and refuses a folder that already holds a run. True (or "auto", "latest")
+    takes the newest complete checkpoint of the folder, and starts fresh with a message when it holds none, so that one
+    command serves a machine that is restarted at any time. A path names one checkpoint.
+    """
+    run_dir = Path(run_dir)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise CheckpointError(f"output.dir {run_dir} is a file. Set output.dir to a folder.")
+    if resume is None or resume is False:
+        _refuse_used(run_dir, config)
+        return None
+    if resume is True or resume in ("auto", "latest"):
+        latest = find_latest(run_dir, say)
+        if latest is None:
+            say(f"{run_dir} holds no complete checkpoint: starting from the beginning")
+        else:
+            check_config(latest, config)
+            say(f"going on from {latest}")
+        return latest
+    folder = Path(resume)
+    if not folder.is_dir() and (run_dir / folder).is_dir():
+        folder = run_dir / folder
+    reason = why_incomplete(folder) if folder.is_dir() else "there is no such folder"
+    if reason is not None:
+        have = ", ".join(path.name for _, path in list_checkpoints(run_dir)) or "none"
+        raise CheckpointError(f"cannot resume from {folder}: {reason}. Checkpoints in {run_dir}: {have}.")
+    check_config(folder, config)
+    say(f"going on from {folder}")
+    return folder
+
+
+def check_config(folder: Path, config: dict[str, Any]) -> None:
+    """Raise CheckpointError, with the differences, when a checkpoint is of another configuration."""
+    changed = differences(_saved_config(folder), config)
+    if changed:
+        raise CheckpointError(
+            f"{folder} was written with another configuration (saved -> now):\n"
+            + "\n".join(f"  {line}" for line in changed)
+            + "\nSet these back to resume, or set another output.dir to start a new run."
+        )
+
+
+def check_plan(folder: Path, state: dict[str, Any], plan: dict[str, Any], data_fingerprint: str) -> None:
+    """Raise CheckpointError when rows, global batch or the number of steps are not those of the checkpoint.
+
+    The schedule would jump, and rows would be seen twice or never: that is never done silently.
+    """
+    saved = state.get("plan", {})
+    changed = [f"{key}: {saved.get(key)} -> {plan[key]}" for key in plan if saved.get(key) != plan[key]]
+    if state.get("data_fingerprint") != data_fingerprint:
+        changed.append("the tokenised training rows are not the same (a data file, the template or the tokenizer)")
+    if changed:
+        raise CheckpointError(
+            f"{folder} does not fit this run (saved -> now):\n"
+            + "\n".join(f"  {line}" for line in changed)
+            + "\nThe row order and the learning rate would not go on where they stopped. Put the data and the global "
+            "batch (per_device_train_batch_size x gradient_accumulation_steps x processes) back, or set another "
+            "output.dir to start a new run."
+        )
+
+
+def _refuse_used(run_dir: Path, config: dict[str, Any]) -> None:
+    complete = [folder for _, folder in list_checkpoints(run_dir) if why_incomplete(folder, hashes=False) is None]
+    finished = (run_dir / "adapter_model.safetensors").is_file()
+    if not complete and not finished:
+        return
+    what = f"{len(complete)} checkpoint(s), the newest {complete[-1].name}" if complete else "a finished adapter"
+    message = f"{run_dir} already holds {what}.\n"
+    if complete:
+        changed = differences(_saved_config(complete[-1]), config)
+        if changed:
+            message += "They are of another configuration (saved -> now):\n"
+            message += "\n".join(f"  {line}" for line in changed)
+            message += "\nSet another output.dir for a new run, or set these back and use --resume."
+            raise CheckpointError(message)
+        message += "Use --resume to go on with it, or set another output.dir (or move the folder away) for a new run."
+    else:
+        message += "Set another output.dir, or move the folder away."
+    raise CheckpointError(message)
+
+
+def _saved_config(folder: Path) -> dict[str, Any]:
+    path = folder / "trainer_state.json"
+    try:
+        saved = read_json(path)["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{path}: `config` is not a mapping")
+    return saved
+
+
+def _is_harmless(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in HARMLESS)

@@ -1,0 +1,160 @@
+"""Find what belongs to a finished run: its adapter, configuration, manifest and base, from any of its folders."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from frugal.adapters.files import FINGERPRINT, WEIGHTS
+from frugal.config import Config, load_config
+from frugal.errors import CheckpointError
+from frugal.files import read_json
+from frugal.manifest import FILE_NAME, Manifest
+from frugal.models.fingerprint import base_fingerprint
+from frugal.models.resolve import BaseSource, resolve_base
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """A run, one of its checkpoints, or the folder of an adapter that another tool wrote."""
+
+    root: Path
+    """The run's folder; the adapter's own where there is no run around it."""
+    adapter: Path
+    """The folder that holds adapter_model.safetensors."""
+    config: Config | None
+    manifest: dict[str, Any]
+    adapter_config: dict[str, Any]
+
+    @property
+    def quantized(self) -> bool:
+        """The run held its base in NF4 (False for adapters of other tools, whose base is not known here)."""
+        return self.config is not None and self.config.model.quantize == "nf4"
+
+    @property
+    def double_quant(self) -> bool:
+        """The NF4 scales were quantised too."""
+        return self.config is None or self.config.model.bnb_4bit_use_double_quant
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The folder whose tokenizer was saved with the adapter; None when the base's own is meant."""
+        for folder in (self.adapter, self.root):
+            if (folder / "tokenizer_config.json").is_file():
+                return folder
+        return None
+
+    def base_source(self, base: str | Path | None = None, *, trust_remote_code: bool = False) -> BaseSource:
+        """The base model: ``base`` when given (it wins over what is stored), else the configuration's or the adapter's.
+
+        Raises:
+            ModelError: not found; CheckpointError: nothing says which base is meant.
+        """
+        if base is not None:
+            return resolve_base(str(base), None, trust_remote_code=trust_remote_code)
+        if self.config is not None:
+            model = self.config.model
+            return resolve_base(model.base, model.revision, trust_remote_code=trust_remote_code)
+        name = self.adapter_config.get("base_model_name_or_path")
+        if not name:
+            raise CheckpointError(f"{self.adapter / ADAPTER_CONFIG} names no base model. Give it with --base.")
+        return resolve_base(str(name), self.adapter_config.get("revision"), trust_remote_code=trust_remote_code)
+
+
+def open_run(path: str | Path) -> RunFolder:
+    """Open a run folder, a ``checkpoint-N`` folder or an adapter folder; an unfinished run at its last checkpoint.
+
+    Raises:
+        CheckpointError: nothing there that holds an adapter; the message says what was looked for.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist. Give the folder of a run (output.dir) or of an adapter.")
+    root = folder.parent if _is_run(folder.parent) and not _is_run(folder) else folder
+    adapter = _adapter_folder(folder)
+    config = load_config(root / "config.yaml") if (root / "config.yaml").is_file() else None
+    manifest = Manifest.read(root).content if (root / FILE_NAME).is_file() else {}
+    return RunFolder(root, adapter, config, manifest, read_json(adapter / ADAPTER_CONFIG))
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and (folder / FILE_NAME).is_file()
+
+
+def _adapter_folder(folder: Path) -> Path:
+    checkpoints = sorted(
+        (entry for entry in folder.glob("checkpoint-*") if entry.name.removeprefix("checkpoint-").isdigit()),
+        key=lambda entry: int(entry.name.removeprefix("checkpoint-")),
+        reverse=True,
+    )
+    candidates = [folder, folder / "adapter"]
+    for checkpoint in checkpoints:
+        candidates += [checkpoint, checkpoint / "adapter"]
+    for candidate in candidates:
+        if (candidate / ADAPTER_CONFIG).is_file():
+            return candidate
+    raise CheckpointError(
+        f"{folder} holds no adapter: looked for {ADAPTER_CONFIG} there and in its checkpoint-N folders. "
+        "Was the run stopped before its first checkpoint?"
+    )
+
+
+def other_base(run: RunFolder, source: BaseSource) -> str | None:
+    """A sentence when the base found is not the one the run was trained on (by the stored fingerprint), else None."""
+    stored = run.manifest.get("base", {}).get("fingerprint") or _fingerprint_in(run.adapter)
+    if not stored:
+        return None
+    found = base_fingerprint(source.path)
+    if found == stored:
+        return None
+    trained_on = run.manifest.get("base", {}).get("name") or "its base"
+    return (
+        f"The base found at {source.path} has other weights than {trained_on}, on which {run.root} was trained "
+        f"(fingerprint {found[:12]}, trained on {str(stored)[:12]})."
+    )
+
+
+def _fingerprint_in(adapter: Path) -> str | None:
+    """The fingerprint that frugal keeps in the adapter file's own metadata."""
+    file = adapter / WEIGHTS
+    if not file.is_file():
+        return None
+    with safe_open(str(file), framework="pt") as handle:
+        metadata: dict[str, str] = handle.metadata() or {}
+    return metadata.get(FINGERPRINT)
+
+
+def check_depth(run: RunFolder, source: BaseSource) -> None:
+    """Refuse a base with more layers than an adapter that was trained on all layers has keys for.
+
+    PEFT saves ``all-linear`` as the full names it found, so that the adapter of a shallower base would fit a deeper one
+    without a missing key, and leave its last layers as they were.
+
+    Raises:
+        CheckpointError: layers of the base are not in the adapter.
+    """
+    names = run.adapter_config.get("target_modules")
+    chosen = run.config.lora.target_modules if run.config is not None else "all-linear"
+    if (
+        chosen != "all-linear"
+        or not isinstance(names, list)
+        or run.adapter_config.get("layers_to_transform") is not None
+    ):
+        return
+    found = {int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)}
+    depth = getattr(source.config().get_text_config(), "num_hidden_layers", 0)
+    if not found or found != set(range(len(found))) or depth <= len(found):
+        return
+    last = next(name for name in names if f".{len(found) - 1}." in name)
+    missing = last.replace(f".{len(found) - 1}.", f".{len(found)}.")
+    raise CheckpointError(
+        f"The adapter in {run.adapter} does not fit the base {source.path}: it has keys for {len(found)} layers, the "
+        f"base has {depth}; missing are base_model.model.{missing}.lora_A.weight and all others of the layers "
+        f"{len(found)} to {depth - 1}. Use the base it was trained on."
+    )

@@ -1,0 +1,119 @@
+"""`frugal.plan(...)`: from a configuration, or only a model's name, to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from frugal.config import Config, load_config
+from frugal.errors import ConfigError
+from frugal.planning.inputs import planned_device
+from frugal.planning.planner import Plan, Planner
+from frugal.planning.sharding import StrategyName
+from frugal.planning.strategy import settled
+
+Source = Config | Mapping[str, object] | str | Path
+MOST_TOKENS = 1 << 26
+"""Of a micro-batch. Masks that are only described have its square of elements, times heads: a 64-bit number."""
+
+
+def as_config(source: Source, overrides: Sequence[str] = ()) -> Config:
+    """A configuration; a model's name becomes QLoRA over it with one row a micro-batch and everything else as usual."""
+    if isinstance(source, Config):
+        return source
+    text = str(source)
+    is_model = not isinstance(source, Mapping) and (
+        Path(text).is_dir() or not (Path(text).exists() or text.endswith((".yaml", ".yml")))
+    )
+    if is_model:
+        source = {
+            "model": {"base": text},
+            "data": {"train": "train.jsonl"},
+            "train": {"per_device_train_batch_size": 1},
+            "output": {"dir": "runs/plan"},
+        }
+    return load_config(source, overrides)
+
+
+def make_planner(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    gpu: str | None = None,
+    vram: str | None = None,
+    host_ram: str | None = None,
+    tokens: int | None = None,
+    world_size: int = 1,
+    strategy: StrategyName | None = None,
+    shard_base: bool | None = None,
+    offload: bool = False,
+    gpus_per_host: int | None = None,
+) -> Planner:
+    """A planner for ``source``: a configuration (object, mapping, YAML file), a model's folder, or a name.
+
+    ``world_size`` ranks share the run by ``strategy`` (None: as `distributed.strategy` says, or as fits), of which
+    ``gpus_per_host`` live on one machine.
+    """
+    config = as_config(source, overrides)
+    if tokens is not None:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"max_length": tokens})})
+    _check_tokens(config)
+    device = planned_device(config.model.dtype, gpu=gpu, vram=vram, host_ram=host_ram)
+    asked = config.distributed
+    if strategy is None and asked.strategy != "auto":
+        strategy = asked.strategy
+    if shard_base is None and asked.shard_base != "auto":
+        shard_base = bool(asked.shard_base)
+    planner = Planner.of(
+        config,
+        device,
+        world_size=world_size,
+        strategy=strategy,
+        shard_base=shard_base,
+        offload=offload or asked.offload is True,
+        gpus_per_host=gpus_per_host,
+    )
+    return settled(planner)[0]
+
+
+def _check_tokens(config: Config) -> None:
+    settings, length = config.train, config.data.max_length
+    rows = max(settings.per_device_train_batch_size, settings.per_device_eval_batch_size)
+    if rows * length > MOST_TOKENS:
+        raise ConfigError(
+            f"data.max_length (or --tokens) is {length:,} and a micro-batch has up to {rows} of such rows; a plan "
+            f"takes up to {MOST_TOKENS:,} tokens. `frugal plan --sweep` shows how long a row may be."
+        )
+
+
+def plan(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    gpu: str | None = None,
+    vram: str | None = None,
+    host_ram: str | None = None,
+    tokens: int | None = None,
+    world_size: int = 1,
+    strategy: StrategyName | None = None,
+    shard_base: bool | None = None,
+    offload: bool = False,
+    gpus_per_host: int | None = None,
+) -> Plan:
+    """Forecast memory of a run, of which no weight is downloaded and no tensor allocated.
+
+    Args:
+        source: a configuration (object, mapping, YAML file), a model's folder, a public model's name, or a hub id.
+        gpu: a GPU's name; vram: its memory ("12GB"), alone or instead of the table's; neither: the device found here.
+        host_ram: memory of the machine, for plans made elsewhere.
+        tokens: length of a row instead of data.max_length.
+        world_size: ranks that share the run; the plan is that of one of them.
+        strategy: ddp, fsdp2, zero1, zero2 or zero3; None: copies where the base fits each GPU, else fsdp2 with all cut.
+        shard_base: whether fsdp2 cuts the frozen base too; None: where it does not fit whole.
+        offload: shards and optimizer state rest on the host.
+        gpus_per_host: ranks on one machine; None: all, up to eight.
+    """
+    planner = make_planner(source, overrides, gpu=gpu, vram=vram, host_ram=host_ram, tokens=tokens,
+                           world_size=world_size, strategy=strategy, shard_base=shard_base, offload=offload,
+                           gpus_per_host=gpus_per_host)  # fmt: skip
+    return planner.plan()

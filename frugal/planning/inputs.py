@@ -1,0 +1,100 @@
+"""What a plan is about: a base's configuration without its weights, and the device it is to run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import huggingface_hub
+import psutil
+import torch
+from huggingface_hub import errors as hub
+from transformers import AutoConfig
+
+from frugal.assets import is_known
+from frugal.config.sizes import parse_size
+from frugal.device import Device, DtypeChoice, probe, resolve_dtype
+from frugal.errors import ModelError, UnsupportedError
+from frugal.gpus import find_gpu
+from frugal.ops.planned import PlannedDevice
+from frugal.planning.architectures import architectures, known_architecture
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The device of a plan."""
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+    capability: tuple[int, int] | None
+    total_bytes: int
+    host_bytes: int
+    """Memory of the machine, or what --host-ram says; 0: not known."""
+    dtype: DtypeChoice
+
+    @property
+    def target(self) -> PlannedDevice:
+        """For the operations."""
+        return PlannedDevice(self.kind, self.capability)
+
+
+def planned_device(dtype: str, *, gpu: str | None, vram: str | None, host_ram: str | None) -> Planned:
+    """The device that was named, else the one found. ``vram`` alone is a GPU of that size with bfloat16.
+
+    Raises ConfigError for a name or size that cannot be read, UnsupportedError for a dtype the device has not.
+    """
+    host = parse_size(host_ram, "--host-ram") if host_ram is not None else 0
+    if gpu is None and vram is None:
+        found = probe()
+        host = host or int(psutil.virtual_memory().total)
+        return Planned(
+            found.name, found.kind, found.capability, found.total_bytes, host, resolve_dtype(dtype, found)
+        )  # fmt: skip
+    known = find_gpu(gpu) if gpu is not None else None
+    total = parse_size(vram, "--vram") if vram is not None else 0
+    if known is not None:
+        total = total or known.total_bytes
+    capability = known.capability if known is not None else (8, 0)
+    name = known.name if known is not None else f"a GPU of {total / (1 << 30):.4g} GB"
+    device = Device("cuda", 0, name, total, capability, has_bf16=capability >= (8, 0))
+    return Planned(name, "cuda", capability, total, host, resolve_dtype(dtype, device))
+
+
+def architecture(base: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
+    """The transformers configuration of ``base``: a local folder, a name of the shipped table, or a hub id (of which
+    config.json alone is read).
+
+    Raises ModelError naming the ways to say it.
+    """
+    folder = Path(base).expanduser()
+    if (folder / "config.json").is_file():
+        return _read(folder, trust_remote_code)
+    if folder.is_dir():
+        raise ModelError(f"{folder} has no config.json: give a model's folder.")
+    known = known_architecture(base)
+    if known is not None:
+        return known
+    shown = f"Without a network these are known: {', '.join(architectures())}."
+    if is_known(base) or "/" not in base:
+        raise ModelError(f"{base!r} is neither a model's folder nor a hub id (owner/name). {shown}")
+    try:
+        file = huggingface_hub.hf_hub_download(base, "config.json", revision=revision)
+    except (hub.HfHubHTTPError, hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, OSError) as error:
+        raise ModelError(
+            f"The config.json of {base!r} cannot be had ({type(error).__name__}): gated, misspelt, or no network. "
+            f"A folder with its config.json does as well. {shown}"
+        ) from error
+    return _read(Path(file).parent, trust_remote_code)
+
+
+def _read(folder: Path, trust_remote_code: bool) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise UnsupportedError(f"{folder / 'config.json'} is of no model that transformers knows: {error}") from error
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")

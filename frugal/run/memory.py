@@ -1,0 +1,169 @@
+"""A run's memory: the forecast before it starts, the probe at its first step, and the ladder when it does not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from frugal.config import Config
+from frugal.data import PreparedData, TokenDataset
+from frugal.device import Device, DtypeChoice
+from frugal.distributed import group as ranks
+from frugal.errors import FrugalError
+from frugal.memory.checkpointing import CheckpointHandle
+from frugal.memory.pressure import is_out_of_memory
+from frugal.planning.inputs import Planned
+from frugal.planning.planner import Plan, Planner
+from frugal.planning.show import gb
+from frugal.planning.simulated_model import Policy, Shape
+from frugal.training.job import Job
+from frugal.training.oom_fallback import Ladder
+from frugal.training.schedule import StepOrder, TrainPlan
+from frugal.training.warmup_step import ProbeResult, longest_first, longest_micro_batch, run_probe
+
+CPU_SHARE = 0.5
+"""Of the memory that is available on a machine without a GPU: other programs live there too."""
+
+
+@dataclass
+class Forecast:
+    """What the plan said about this run; ``plan`` is None where it could not be made, for ``reason``."""
+
+    plan: Plan | None
+    policy: Policy
+    reason: str
+
+
+def make_planner(
+    config: Config,
+    architecture: Any,
+    data: PreparedData,
+    plan: TrainPlan,
+    order: StepOrder,
+    device: Device,
+    dtype: DtypeChoice,
+    vocab_size: int,
+) -> Planner:
+    """A planner of this run's largest micro-batch on this device, so far for one process."""
+    available = int(psutil.virtual_memory().available)
+    total = device.total_bytes if device.kind == "cuda" else int(CPU_SHARE * available)
+    micro = config.train.per_device_train_batch_size
+    rows = longest_micro_batch(order, plan, data.train.lengths, micro=micro, flat=True)
+    evaluated = data.eval if data.eval is not None and len(data.eval) else None
+    return Planner(
+        config,
+        Planned(device.name, device.kind, device.capability, total, available, dtype),
+        architecture,
+        vocab_size=vocab_size,
+        dataset_bytes=5 * data.train.tokens,
+        optimizer_steps=plan.total_steps,
+        longest=_shape(data.train, rows),
+        eval_shape=None
+        if evaluated is None
+        else _shape(evaluated, longest_first(evaluated.lengths)[: config.train.per_device_eval_batch_size]),
+        has_eval=evaluated is not None,
+    )
+
+
+def forecast(config: Config, planner: Planner) -> Forecast:
+    """Plan with ``planner``; every rank follows the first one's choice."""
+    asked = config.memory.checkpoint
+    fallback: Policy = "recompute" if asked == "auto" else asked
+    try:
+        with torch.random.fork_rng(devices=[]):
+            found = planner.plan(with_line=False, simulated=("steady_step", "evaluation"))
+    except FrugalError:
+        raise
+    except Exception as error:  # a family that runs but cannot be simulated must still train; said and recorded
+        return Forecast(None, _shared(fallback), f"no forecast for this model: {type(error).__name__}: {error}"[:500])
+    why = "as configured" if asked != "auto" else "the fastest that fits" if found.fits else "the leanest"
+    return Forecast(found, _shared(found.policy), why)
+
+
+def _shape(data: TokenDataset, rows: list[int]) -> Shape:
+    return Shape(len(rows), math.ceil(int(data.lengths[rows].sum()) / len(rows)), int(data.supervised[rows].sum()))
+
+
+def _shared(policy: Policy) -> Policy:
+    chosen: list[Policy] = ranks.gather(policy)
+    return chosen[0]
+
+
+def limit_allocator(config: Config, device: Device) -> None:
+    """Hold CUDA's allocator to an explicit memory.budget."""
+    budget = config.memory.budget_bytes
+    if budget is not None and device.kind == "cuda":
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / device.total_bytes), device.torch_device)
+
+
+def start_ladder(
+    config: Config, job: Job, handle: CheckpointHandle, scratch_dir: str, found: Forecast, say: Callable[[str], None]
+) -> Ladder:
+    """The ladder of this run."""
+    return Ladder(
+        job,
+        handle,
+        scratch_dir,
+        on_cuda=job.accelerator.device.type == "cuda",
+        say=say,
+        advice=lambda: _advice(config, found),
+    )
+
+
+def _advice(config: Config, found: Forecast) -> str:
+    plan = found.plan
+    if plan is None:
+        return "Lower data.max_length or lora.r, or give it more memory (memory.budget)."
+    rest = plan.phases["save"].bytes
+    grown = plan.phases["steady_step"].bytes - rest
+    spare = plan.budget_bytes - rest
+    if spare <= 0:
+        return (
+            f"Weights, adapter and optimizer alone take {gb(rest)} of {gb(plan.budget_bytes)}: a smaller model or "
+            "rank, model.quantize: nf4, or a larger memory.budget."
+        )
+    tokens = max(8, int(plan.shape.tokens * spare / max(grown, 1)))
+    return f"About {tokens:,} tokens a micro-batch would fit: set data.max_length to that, or raise memory.budget."
+
+
+def probe(config: Config, job: Job, ladder: Ladder, *, first_step: int, save: Callable[[], None]) -> ProbeResult:
+    """Probe until it fits, climbing down the ladder; ``save`` writes a checkpoint and removes it.
+
+    Raises MemoryBudgetError at the ladder's end.
+    """
+    limit = config.memory.budget_bytes if job.accelerator.device.type == "cpu" else None
+    while True:
+        try:
+            return run_probe(job, first_step=first_step, limit_bytes=limit, save=save)
+        except Exception as error:
+            if not is_out_of_memory(error) or ranks.world_size() > 1:
+                raise
+            reason = str(error)
+        ladder.next(reason)
+
+
+def measured_lines(found: Forecast, result: ProbeResult, taken: list[str]) -> list[str]:
+    """Forecast and measurement side by side."""
+    if found.plan is None:
+        return [
+            found.reason,
+            f"measured: {gb(result.step_bytes)} at the longest micro-batch ({result.tokens:,} tokens)",
+        ]
+    expected = found.plan.phases["steady_step"].bytes
+    difference = f"{result.step_bytes / expected - 1:+.1%}" if not taken else "after the changes above"
+    shown = [
+        f"memory of the longest micro-batch ({result.tokens:,} tokens): forecast {gb(expected)}, "
+        f"measured {gb(result.step_bytes)} ({difference})"
+    ]
+    if result.eval_bytes and "evaluation" in found.plan.phases:
+        foreseen = found.plan.phases["evaluation"].bytes
+        shown.append(f"  evaluation: forecast {gb(foreseen)}, measured {gb(result.eval_bytes)}")
+    if result.save_bytes:
+        foreseen = found.plan.phases["save"].bytes
+        shown.append(f"  checkpoint: forecast {gb(foreseen)}, measured {gb(result.save_bytes)}")
+    return shown

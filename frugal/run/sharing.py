@@ -1,0 +1,158 @@
+"""How the processes of a run share it: what configuration, launcher and plan come to, and the strategy that does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from frugal.config import Config
+from frugal.distributed import group as ranks
+from frugal.distributed.compare import compare
+from frugal.distributed.fsdp2 import FullyShard
+from frugal.distributed.launch import Engine, Launch, choose
+from frugal.distributed.layerwise import OnLayer, needs_whole_base
+from frugal.distributed.strategy import Strategy, digest, replicated
+from frugal.distributed.zero.config import ZeroSettings, launched_with, offloads
+from frugal.distributed.zero.engine import Zero
+from frugal.errors import ConfigError, FrugalError
+from frugal.models.resolve import BaseSource
+from frugal.planning.planner import Planner
+from frugal.planning.strategy import choose_strategy
+from frugal.training.optim import trainable
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A decided way to share a run."""
+
+    strategy: Strategy
+    planner: Planner
+    """For one of the ranks."""
+    reason: str
+
+
+def share(config: Config, launch: Launch, planner: Planner, device: torch.device) -> Shared:
+    """Decide how the processes that there are share this run; every rank comes to the same answer.
+
+    Raises ConfigError where configuration and launcher contradict each other, or a key asks for what the strategy
+    cannot do.
+    """
+    asked = config.distributed
+    engine = asked_engine(config, launch)
+    if engine is None:
+        return Shared(replicated(device), planner, "one process")
+    is_open = asked.strategy == "auto" and launch.engine is None
+    base = None if asked.shard_base == "auto" else bool(asked.shard_base)
+    planner = replace(planner, world_size=launch.world_size, strategy=None if is_open else engine, shard_base=base)
+    name, cut, reason = ranks.on_first(lambda: _choice(planner))
+    _refuse_keys(config, name)
+    planner = replace(planner, strategy=name, shard_base=cut, strategy_reason=reason)
+    if name == "ddp":
+        return Shared(replicated(device), planner, reason)
+    if name == "fsdp2":
+        offload = launch.offload if asked.offload == "auto" else bool(asked.offload)
+        # accelerate's default is true; only false was somebody's choice
+        reshard = False if launch.reshard_after_forward is False else None
+        planner = replace(planner, offload=offload)
+        found = FullyShard(device, shard_base=cut, offload=offload, reshard_after_forward=reshard)
+        return Shared(found, planner, reason)
+    return Shared(_zero(config, int(name[-1]), device), planner, reason)
+
+
+def asked_engine(config: Config, launch: Launch) -> Engine | None:
+    """The engine that configuration and launcher name, if they leave it open the one of copies; None: one process.
+
+    Raises ConfigError for what is wrong whatever the base is: to be called before anything is written or loaded.
+    """
+    asked = config.distributed
+    engine = choose(asked.strategy, launch, base_fits=True)
+    if engine is None:
+        _refuse_keys(config, "one process")
+    elif asked.strategy != "auto" or launch.engine is not None:
+        _refuse_keys(config, engine)
+    return engine
+
+
+def _choice(planner: Planner) -> tuple[str, bool, str]:
+    try:
+        found = choose_strategy(planner)
+    except FrugalError:
+        raise
+    except Exception as error:  # a family that runs but cannot be simulated must still train
+        told = f"no forecast for this model ({type(error).__name__}: {error})"[:300]
+        if planner.strategy is None and planner.shard_base is not True:
+            return "ddp", False, f"{told}: the base is whole on every GPU"
+        name = planner.strategy or "fsdp2"
+        cut = name == "zero3" or (name == "fsdp2" and planner.shard_base is not False)
+        return name, cut, f"{told}: as configured, and everything cut"
+    assert found.strategy is not None
+    return found.strategy, found.shard_base, found.reason
+
+
+def _refuse_keys(config: Config, name: str) -> None:
+    asked = config.distributed
+    if asked.shard_base is True and name not in ("fsdp2", "zero3"):
+        raise ConfigError(
+            f"distributed.shard_base is true, and {name} keeps the base whole. Start several processes with "
+            "distributed.strategy: fsdp2 or zero3, or set shard_base to auto."
+        )
+    if asked.shard_base is False and name == "zero3":
+        raise ConfigError(
+            "distributed.shard_base is false, and zero3 cuts everything. Use zero2, or fsdp2 with shard_base: false."
+        )
+    if asked.offload is True and name in ("one process", "ddp"):
+        raise ConfigError(
+            f"distributed.offload is true, and {name} keeps everything on its device. Use distributed.strategy: fsdp2, "
+            "zero2 or zero3 with several processes, or memory.checkpoint: offload for activations."
+        )
+
+
+def _zero(config: Config, stage: int, device: torch.device) -> Zero:
+    given, train = launched_with(), config.train
+    optimizer, parameters = offloads(given or {})
+    if config.distributed.offload != "auto":
+        optimizer = bool(config.distributed.offload)
+        parameters = optimizer and stage == 3
+    settings = ZeroSettings(
+        stage=stage,
+        micro_batch=train.per_device_train_batch_size,
+        accumulation=train.gradient_accumulation_steps,
+        max_grad_norm=train.max_grad_norm,
+        offload_optimizer=optimizer,
+        offload_parameters=parameters,
+    )
+    return Zero(device, settings, given)
+
+
+class Loading:
+    """Takes layers while they are loaded, and compares what was trained before it was cut."""
+
+    def __init__(self, config: Config, base: BaseSource, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.note: str | None = None
+        """Why each process loads the whole base before it is cut; None when none does."""
+        self._digests: dict[str, str] = {}
+        self._by_layer = strategy.cuts_base
+        if self._by_layer and config.distributed.shard_base is not True:
+            why = needs_whole_base(base, config.lora, trust_remote_code=config.model.trust_remote_code)
+            if why is not None:
+                self._by_layer = False
+                self.note = f"each process loads the whole base before it is cut: {why}"
+
+    @property
+    def take_layer(self) -> OnLayer | None:
+        """For `load_model`; None where the base stays whole or has to be loaded whole."""
+        return self._take if self._by_layer else None
+
+    def _take(self, name: str, layer: nn.Module) -> None:
+        self._digests.update({f"{name}.{key}": digest(p) for key, p in trainable(layer).items()})
+        self.strategy.take_layer(name, layer)
+
+    def compare(self, model: nn.Module) -> None:
+        """Raise on every rank when a trained tensor starts differently on one."""
+        if ranks.world_size() == 1:
+            return
+        found = {name: digest(p) for name, p in trainable(model).items() if name not in self._digests}
+        compare({**found, **self._digests}, "before the first step")

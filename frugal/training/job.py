@@ -1,0 +1,79 @@
+"""What the training loop works on, what it knows between two steps, and what it calls around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from frugal.config import TrainSection
+from frugal.data import TokenDataset
+from frugal.distributed.strategy import Strategy
+from frugal.training.loss import LossModule
+from frugal.training.schedule import StepOrder, TrainPlan
+from frugal.training.signals import StopRequest
+
+
+@dataclass
+class LoopState:
+    """What a run knows between two steps, apart from tensors. Saved with every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    tokens: int = 0
+    """Tokens read since the first step, over all ranks, padding left out."""
+    seconds: float = 0.0
+    """Time spent in steps, over all parts of a resumed run."""
+    last_loss: float | None = None
+    first_eval_loss: float | None = None
+    """Loss on the evaluation rows before the first step."""
+    eval_loss: float | None = None
+    best_eval_loss: float | None = None
+    best_step: int | None = None
+    skipped_steps: int = 0
+    """Steps that fp16 loss scaling left out because a gradient overflowed."""
+    loss_scaling: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Job:
+    """Everything that the loop works on."""
+
+    module: LossModule
+    wrapped: nn.Module
+    """``module`` as the strategy trains it; both are what `Strategy.prepare` took and gave."""
+    strategy: Strategy
+    optimizer: Optimizer
+    plan: TrainPlan
+    order: StepOrder
+    train: TrainSection
+    rows: TokenDataset
+    eval_rows: TokenDataset | None
+    pad_id: int
+    flat: bool
+    """Join the rows of a micro-batch instead of padding them; needs an attention that reads cu_seq_lens."""
+    accelerator: Accelerator
+    rate_factor: Callable[[int], float]
+    save_steps: int | None
+    keep_best: bool = False
+    """Save whenever an evaluation was the best so far."""
+    loss_scaling: bool = False
+    step_in_backward: bool = False
+    """Update each parameter inside backward where a window is one micro-batch; see `train.in_backward`."""
+
+
+@dataclass
+class Hooks:
+    """What happens around steps; run.py supplies it."""
+
+    record: Callable[[dict[str, Any]], None]
+    """Called with every record of train_log.jsonl."""
+    save: Callable[[LoopState], None]
+    """Writes a checkpoint; called by every rank."""
+    stop: StopRequest
+    out_of_memory: Callable[[str], None] | None = None
+    """Makes the run need less, or raises; then the same step is done again. Given the reason."""

@@ -1,0 +1,120 @@
+"""Each Triton kernel by itself, on a CUDA device. On other devices there is nothing to run."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from frugal.codecs import dequantize_nf4, quantize_nf4
+from frugal.codecs.nf4_codes import nested_code, nf4_code
+from frugal.ops import rms_norm_reference, rope_reference
+from frugal.ops.target import no_triton, target_of
+from frugal.verification.judge import Check, judged, share_of_allowed, worst
+
+KERNELS = ("nf4", "rms_norm", "rope", "gated", "cross_entropy", "adam8bit", "attention")
+
+
+def kernel_checks(
+    device: torch.device, dtype: torch.dtype, random: Callable[..., Tensor], where: str
+) -> list[Check]:  # fmt: skip
+    """Element-wise and row kernels; attention is checked with the operations, where it has a row of its own."""
+    if no_triton(target_of(device), dtype) is not None:
+        return []
+    return [
+        judged(f"kernels.{name}", "triton", what, where, device, lambda check=check: check(random))  # type: ignore[misc]
+        for name, what, check in (
+            ("nf4", "bitsandbytes' bits", _nf4),
+            ("rms_norm", "forward, backward", _rms_norm),
+            ("rope", "q and k in place", _rope),
+            ("gated", "SiLU, both ways", _gated),
+            ("cross_entropy", "loss and gradient", _cross_entropy),
+        )
+    ]
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"frugal.kernels.{name}")
+
+
+def _nf4(random: Callable[..., Tensor]) -> float:
+    """0 when the dequantised values have the bits of the torch form (which has bitsandbytes'), else infinite."""
+    kernel = _module("nf4")
+    weight = random(96, 320)
+    for double in (True, False):
+        stored = quantize_nf4(weight, double)
+        tables = nf4_code(weight.device), nested_code(weight.device) if double else None
+        parts = kernel.Nf4Parts(stored.packed, stored.absmax, stored.nested_absmax, stored.offset, *tables)
+        got = kernel.dequantize(parts, 0, weight.numel(), weight.dtype)
+        if not torch.equal(got.view_as(weight), dequantize_nf4(stored, torch.float32).to(weight.dtype)):
+            return float("inf")
+    return 0.0
+
+
+def _rms_norm(random: Callable[..., Tensor]) -> float:
+    kernel = _module("rms_norm")
+    x, w, dy = random(37, 256), random(256), random(37, 256)
+
+    def reference(to: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(to).requires_grad_() for t in (x, w)]
+        y = rms_norm_reference(leaves[0], leaves[1], 1e-5)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(to))]
+
+    dx, dw = kernel.rms_norm_backward(dy, x, w, 1e-5, weight_grad=True)
+    got = [kernel.rms_norm(x, w, 1e-5), dx, dw.to(x.dtype)]
+    return worst(got, reference(torch.float64), reference(x.dtype))
+
+
+def _rope(random: Callable[..., Tensor]) -> float:
+    q, k, angle = random(2, 4, 33, 64), random(2, 2, 33, 64), random(1, 33, 32)
+    cos, sin = angle.cos(), angle.sin()
+
+    def reference(x: Tensor, to: torch.dtype) -> Tensor:
+        wide_cos, wide_sin = (torch.cat([t, t], -1)[:, None].to(to) for t in (cos, sin))
+        return rope_reference(x.to(to), wide_cos, wide_sin)
+
+    exact, naive = ([reference(t, to) for t in (q, k)] for to in (torch.float64, q.dtype))
+    _module("rope").rope_(q, k, cos, sin)
+    return worst([q, k], exact, naive)
+
+
+def _gated(random: Callable[..., Tensor]) -> float:
+    kernel = _module("gated")
+    gate, up, d = random(33, 200), random(33, 200), random(33, 200)
+
+    def reference(to: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(to).requires_grad_() for t in (gate, up)]
+        y = F.silu(leaves[0]) * leaves[1]
+        return [y.detach(), *torch.autograd.grad(y, leaves, d.to(to))]
+
+    exact, naive = reference(torch.float64), reference(gate.dtype)
+    out = kernel.gated(gate, up, torch.empty_like(gate))
+    kernel.gated_backward_(d, gate, up)
+    return worst([out, gate, up], exact, naive)
+
+
+def _cross_entropy(random: Callable[..., Tensor]) -> float:
+    """Rows that are read whole, and rows in pieces whose gradient comes with a factor."""
+    return max(_cross_entropy_of(random(17, 1000), False), _cross_entropy_of(random(5, 9000), True))
+
+
+def _cross_entropy_of(logits: Tensor, once: bool) -> float:
+    labels = torch.arange(logits.shape[0], device=logits.device) * 50
+    labels[3] = -100
+
+    def reference(to: torch.dtype) -> list[Tensor]:
+        leaf = logits.to(to).requires_grad_()
+        loss = F.cross_entropy(leaf, labels, reduction="none")
+        return [loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]]
+
+    exact, naive = reference(torch.float64), reference(logits.dtype)
+    if once:
+        loss, factor = _module("cross_entropy_once").cross_entropy_once_(logits, labels)
+        logits = (factor[:, None] * logits).to(logits.dtype)
+    else:
+        loss = _module("cross_entropy").cross_entropy_(logits, labels)
+    return max(share_of_allowed(loss, exact[0], naive[0].float()), share_of_allowed(logits, exact[1], naive[1]))
