@@ -23,7 +23,7 @@ def launch_configs() -> dict[str, str]:
 
 
 def _folder() -> Traversable:
-    checkout = Path(__file__).parent.parent / "configs"
+    checkout = Path(__file__).parents[2] / "configs"
     # a wheel carries configs/ as the package frugal.configs (setup.py)
     return checkout if checkout.is_dir() else files("frugal.configs")
 
