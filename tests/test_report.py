@@ -80,8 +80,8 @@ def test_the_page_says_what_happened(run: Path) -> None:
     text = " ".join(parser.text)
     for expected in (
         "3.500 → 2.250",
-        "905.0 MB measured",
-        "950.2 MB forecast, +5.0%",
+        "0.84 GiB measured",
+        "0.88 GiB forecast, +5.0%",
         "9.488",
         "finished",
     ):

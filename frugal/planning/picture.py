@@ -26,13 +26,12 @@ from frugal.planning.allocation_sites import TokenLine
 from frugal.planning.forecast import longest_of
 from frugal.planning.overhead import tensor_budget
 from frugal.planning.planner import Planner
-from frugal.planning.show import gb
 from frugal.planning.simulated_model import Policy
 from frugal.planning.sweep import SWEEP_GB, SweepRow, sweep
+from frugal.units import GIB, gib, nominal_gib
 from frugal.web.charts import Area, area_chart, legend_svg
 
 POINTS = 96
-GIB = 1 << 30
 _PARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("weights", (WEIGHTS, QUANT_STATE), "p1"),
     ("adapters, gradients, optimizer", (ADAPTERS, GRADIENTS, OPTIMIZER), "p2"),
@@ -89,7 +88,7 @@ def render(found: Drawing, kind: str, capability: tuple[int, int] | None) -> str
         (
             float(row.max_tokens),
             tensor_budget(kind, capability, row.total_bytes) / GIB,
-            f"{row.total_bytes / GIB:.0f} GB: {row.max_tokens:,}",
+            f"{nominal_gib(row.total_bytes)}: {row.max_tokens:,}",
         )
         for row in found.budgets
     ]
@@ -99,7 +98,7 @@ def render(found: Drawing, kind: str, capability: tuple[int, int] | None) -> str
         title=found.title,
         subtitle=f"against the length of a row, checkpoint: {found.policy}; dashed: the longest row of a device",
         x_label="tokens of a row",
-        y_label="GB",
+        y_label="GiB",
     )
     keys = legend_svg(found.areas)
     return body.replace("</svg>", f"{keys}</svg>").replace(">", f"><style>{STYLE}</style>", 1)
@@ -117,7 +116,7 @@ def draw(planner: Planner, path: Path) -> None:
 
 def _page(found: Drawing, svg: str) -> str:
     rows = "".join(
-        f"<tr><td>{row.total_bytes / GIB:.0f} GB</td><td>{row.max_tokens:,}</td><td>{gb(row.host_bytes)}</td></tr>"
+        f"<tr><td>{nominal_gib(row.total_bytes)}</td><td>{row.max_tokens:,}</td><td>{gib(row.host_bytes)}</td></tr>"
         for row in found.budgets
     )
     return (

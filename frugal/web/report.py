@@ -16,6 +16,7 @@ from frugal.errors import CheckpointError
 from frugal.files import read_json, write_text
 from frugal.manifest import Manifest
 from frugal.training.log import read_log
+from frugal.units import gib
 from frugal.web.charts import Series, bars, legend, line_chart, smooth
 
 FILE_NAME = "report.html"
@@ -138,7 +139,7 @@ def _tiles(manifest: Mapping[str, Any], log: Sequence[Mapping[str, Any]]) -> str
         tiles.append((f"{smooth(train, 0.7)[-1][1]:.3f}", "training loss at the end, smoothed"))
         tiles.append((f"{train[-1][0]:g}", "steps"))
     if peaks:
-        tiles.append((_bytes(max(peaks.values())), "highest measured peak"))
+        tiles.append((gib(max(peaks.values())), "highest measured peak"))
     rates = [value for _, value in _points(log, "tokens_per_second", "", "").points]
     if rates:
         tiles.append((f"{sorted(rates)[len(rates) // 2]:.4g}", "tokens a second (median)"))
@@ -186,10 +187,10 @@ def _memory(manifest: Mapping[str, Any]) -> str:
     forecast = _numbers(manifest.get("forecast_peak_bytes"))
     rows = []
     for phase, value in measured.items():
-        entries = [(value, f"{_bytes(value)} measured", "train")]
+        entries = [(value, f"{gib(value)} measured", "train")]
         if phase in forecast:
             apart = f", {forecast[phase] / value - 1:+.1%}" if value else ""
-            entries.append((forecast[phase], f"{_bytes(forecast[phase])} forecast{apart}", "raw"))
+            entries.append((forecast[phase], f"{gib(forecast[phase])} forecast{apart}", "raw"))
         rows.append((phase, entries))
     return bars(rows)
 
@@ -262,10 +263,6 @@ def _numbers(values: Any) -> dict[str, float]:
     if not isinstance(values, Mapping):
         return {}
     return {str(key): float(value) for key, value in values.items() if isinstance(value, int | float)}
-
-
-def _bytes(value: float) -> str:
-    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
 
 
 def _table(values: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ def test_files(tiny_llama_folder: Path, tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         text = (tmp_path / name).read_text()
         assert "tokens of a row" in text
-        assert "8 GB: " in text
+        assert "8 GiB: " in text
     root = ElementTree.fromstring((tmp_path / "plan.svg").read_text())
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     wrong = CliRunner().invoke(app, [*words, str(tmp_path / "plan.png")])
