@@ -23,7 +23,7 @@ from frugal.distributed.launch import check_group, read_launch, unused_gpus
 from frugal.distributed.sanity_checks import preflight
 from frugal.errors import ConfigError, MemoryBudgetError
 from frugal.exports.final import save_final
-from frugal.inference.chat import load_run
+from frugal.inference.load import load_run
 from frugal.memory.checkpointing import apply_activation_checkpointing
 from frugal.models.attention import use_attention
 from frugal.models.tokenizer import rows_needed, zero_embedding_rows

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frugal.exports.merge import merge
-from frugal.inference.chat import load_run
+from frugal.inference.load import load_run
 from frugal.run.train import train
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
