@@ -107,7 +107,7 @@ def test_a_killed_build_leaves_nothing_that_counts(
 
 def test_two_processes_at_once(entry: CatalogueEntry, tmp_path: Path) -> None:
     code = (
-        "import sys, frugal.fetch as f\nfrom pathlib import Path\n"
+        "import sys, frugal.assets as f\nfrom pathlib import Path\n"
         f"f.CATALOGUE['tiny'] = f.CatalogueEntry({entry.name!r}, 'data', 'p', '1.0', {entry.wheel!r}, "
         f"{entry.sha256!r}, 1, 'BSD', 't')\n"
         "print(f.fetch('tiny', cache_dir=Path(sys.argv[1])))"

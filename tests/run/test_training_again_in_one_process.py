@@ -42,7 +42,7 @@ def test_five_runs_one_of_them_failing(
         hooks.record = failing
         return original(job, hooks, state)
 
-    monkeypatch.setattr(frugal.run, "train_loop", watched)
+    monkeypatch.setattr("frugal.run.train.train_loop", watched)
     data = runs.write_rows(tmp_path / "rows.jsonl")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     threads = None
