@@ -1,0 +1,28 @@
+"""Show rows as they will be trained, without reading a weight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from frugal.config import load_config
+from frugal.console import safe_console
+from frugal.data import PreviewData, preview_rows, render_preview, write_preview_html
+from frugal.models.tokenizer import rows_needed
+from frugal.run.steps import ConfigLike, open_base, open_tokenizer
+
+
+def preview(config: ConfigLike, *, html: str | Path | None = None, rows: int = 5) -> PreviewData:
+    """Show the first ``rows`` rows as they will be trained: trained tokens coloured, counts, lengths, answers' ends.
+
+    Printed, or written to ``html``. Loads the tokenizer, no weights.
+    """
+    config = load_config(config)
+    base = open_base(config)
+    tokenizer = open_tokenizer(config, base)
+    table = rows_needed(tokenizer, base.config())
+    shown = preview_rows(config.data, tokenizer, seed=config.train.seed, vocab_size=table, rows=rows)
+    if html is not None:
+        write_preview_html(shown, Path(html))
+    else:
+        safe_console().print(render_preview(shown))
+    return shown
