@@ -121,7 +121,7 @@ def chat(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk to a trained model."""
-    loaded = imported("frugal.inference.chat", "load_run")(
+    loaded = imported("frugal.inference.load", "load_run")(
         run, base=base, allow_other_base=allow_other_base, trust_remote_code=trust_remote_code
     )
     imported("frugal.inference.chat", "chat")(

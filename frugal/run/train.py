@@ -16,14 +16,14 @@ from frugal.checkpoints.run_folder import open_run
 from frugal.checkpoints.write import load_checkpoint
 from frugal.checkpoints.writer import CheckpointWriter, put_adapter, restore, side_files
 from frugal.config import Config, SourceSection, load_config
-from frugal.data import PreviewData, build, preview_rows, render_preview, write_preview_html
+from frugal.data import PreviewData, build, preview_rows, render_preview
 from frugal.device import resolve_dtype
 from frugal.distributed import group as ranks
 from frugal.distributed.launch import check_group, read_launch, unused_gpus
 from frugal.distributed.sanity_checks import preflight
 from frugal.errors import ConfigError, MemoryBudgetError
 from frugal.exports.final import save_final
-from frugal.inference.chat import load_run
+from frugal.inference.load import load_run
 from frugal.memory.checkpointing import apply_activation_checkpointing
 from frugal.models.attention import use_attention
 from frugal.models.tokenizer import rows_needed, zero_embedding_rows
@@ -54,6 +54,7 @@ from frugal.training.schedule import StepOrder, make_plan, rate_factor
 from frugal.training.signals import StopRequest
 from frugal.training.summary import TrainResult, summarise
 from frugal.training.trackers import check_trackers
+from frugal.web.preview import write_preview_html
 
 Source = Config | Mapping[str, object] | str | Path
 

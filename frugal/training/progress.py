@@ -14,6 +14,8 @@ from typing import IO, Any, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from frugal.units import gib, seconds
+
 _LINE_SECONDS = 30.0
 _LINES_A_RUN = 20
 
@@ -69,16 +71,6 @@ def say(text: str) -> None:
 def safe_console() -> Console:
     """A rich console on standard output that cannot raise on printing."""
     return Console(file=cast("IO[str]", SafeStream(sys.stdout)))
-
-
-def duration(seconds: float) -> str:
-    """`45 s`, `3:20`, `1:02:05`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    hours, rest = divmod(whole, 3600)
-    minutes, left = divmod(rest, 60)
-    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 
 class Reporter:
@@ -160,9 +152,9 @@ class Reporter:
             f"loss {record['loss']:.4f}",
             f"lr {record['learning_rate']:.2e}",
             f"{record['tokens_per_second']:,.0f} tok/s",
-            f"{record['peak_memory_bytes'] / 2**30:.2f} GiB",
+            gib(record["peak_memory_bytes"]),
         ]
         if self._last_eval is not None:
             parts.insert(3, f"eval {self._last_eval:.4f}")
-        parts.append(f"left {duration(left)}" if step < self._total else f"took {duration(elapsed)}")
+        parts.append(f"left {seconds(left)}" if step < self._total else f"took {seconds(elapsed)}")
         return "  ".join(parts)
