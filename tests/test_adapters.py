@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from frugal.adapters import adapter_state, apply_adapters, load_adapter, save_adapter
 from frugal.config import LoraSection
 from frugal.errors import CheckpointError, ConfigError, ModelError, UnsupportedError
-from frugal.models.fingerprint import base_fingerprint
+from frugal.models.resolve import base_fingerprint
 from frugal.models.load import load_base
 from frugal.models.resolve import resolve_base
 

@@ -13,7 +13,7 @@ from sharded_runs import GLOBAL_BATCH, Running, Setting, give_b, rows, rows_mask
 from torch.distributed.tensor.debug import CommDebugMode
 from worker import Rank
 
-from frugal.checkpoints.tensors import read_tensors, write_tensors
+from frugal.tensor_files import read_tensors, write_tensors
 from frugal.config import LoraSection
 from frugal.distributed.layerwise import load_layer_by_layer
 from frugal.distributed.optimizer_state import OptimizerState
@@ -25,7 +25,7 @@ from frugal.distributed.zero.engine import Zero
 from frugal.errors import CheckpointError, FrugalError
 from frugal.memory.meter_report import optimizer_tensors
 from frugal.models.deferred_layers import decoder_layers
-from frugal.models.resolve import BaseSource
+from frugal.models.resolve import ResolvedModel
 from frugal.training.evaluate import to_device
 from frugal.training.job import LoopState
 from frugal.training.loop import _collate
@@ -355,7 +355,7 @@ def case_other_ages(rank: Rank) -> dict[str, Any]:
 
 def case_layer_by_layer(rank: Rank) -> dict[str, Any]:
     """Each layer partitioned before the next is read: no rank ever holds the whole base."""
-    base = BaseSource("tiny", Path(os.environ["TINY_UNTIED"]), "folder", None)
+    base = ResolvedModel("tiny", Path(os.environ["TINY_UNTIED"]), "folder", None)
     lora = LoraSection(r=4, lora_alpha=8)
     strategy = zero(3)
     held: list[int] = []

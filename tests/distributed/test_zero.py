@@ -22,7 +22,7 @@ if shutil.which("c++") is None:
 
 import cases_zero as cases
 
-from frugal.checkpoints.tensors import read_tensors, write_tensors
+from frugal.tensor_files import read_tensors, write_tensors
 from frugal.distributed.optimizer_state import OptimizerState, load_optimizer_state, optimizer_state
 from frugal.training.job import LoopState
 

@@ -20,8 +20,8 @@ from frugal.config import LoraSection
 from frugal.errors import ConfigError
 from frugal.exports.merge import merge
 from frugal.files import read_json
-from frugal.models import host_embedding
-from frugal.models.host_embedding import HostEmbedding, host_refusal, input_device, put_on_host
+from frugal.models.modules import host_embedding
+from frugal.models.modules.host_embedding import HostEmbedding, host_refusal, input_device, put_on_host
 from frugal.models.load import load_base
 from frugal.models.report import count_bytes
 from frugal.models.resolve import resolve_base

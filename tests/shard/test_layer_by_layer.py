@@ -21,23 +21,23 @@ from frugal.models.attention import use_attention
 from frugal.models.families import FAMILIES, tiny_model
 from frugal.models.head import split_head
 from frugal.models.load import load_base
-from frugal.models.replace_modules import swap_modules
-from frugal.models.resolve import BaseSource
+from frugal.models.replacement import replace_modules
+from frugal.models.resolve import ResolvedModel
 
 LORA = LoraSection(r=4, lora_alpha=8)
 
 
-def source(folder: Path) -> BaseSource:
-    return BaseSource("tiny", folder, "folder", None)
+def source(folder: Path) -> ResolvedModel:
+    return ResolvedModel("tiny", folder, "folder", None)
 
 
-def save_tiny(folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> BaseSource:
+def save_tiny(folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> ResolvedModel:
     tiny_model(family, **changes).to(dtype).save_pretrained(folder)
     return source(folder)
 
 
 def whole(
-    base: BaseSource,
+    base: ResolvedModel,
     lora: LoraSection,
     *,
     seed: int = 3,
@@ -51,7 +51,7 @@ def whole(
     choice = use_attention(loaded.model)
     quantize = options.get("quantize", "nf4")
     applied = apply_adapters(loaded.model, lora, seed=seed, quantize=quantize, new_token_ids=new_token_ids)
-    swaps = swap_modules(applied.model, compute_dtype=dtype)
+    swaps = replace_modules(applied.model, compute_dtype=dtype)
     return FilledModel(applied.model, loaded.report, choice, applied, swaps, split_head(applied.model))
 
 

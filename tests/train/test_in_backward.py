@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.checkpoints.tensors import read_tensors
+from frugal.tensor_files import read_tensors
 from frugal.config import load_config
 from frugal.errors import ConfigError, FrugalError, MemoryBudgetError
 from frugal.files import read_json
