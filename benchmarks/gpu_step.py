@@ -21,13 +21,13 @@ from transformers import LlamaConfig
 
 from frugal.adapters import apply_adapters
 from frugal.codecs import NF4Linear
+from frugal.codecs.upcast_on_use import upcast_on_use
 from frugal.config import LoraSection
 from frugal.memory import apply_activation_checkpointing
 from frugal.memory.meter import LiveBytesMeter
 from frugal.models.attention import register, use_attention
 from frugal.models.replacement import replace_modules
-from frugal.models.skeleton import build_meta, fill_buffers, linear_kinds, insert_nf4
-from frugal.codecs.upcast_on_use import upcast_on_use
+from frugal.models.skeleton import build_meta, fill_buffers, insert_nf4, linear_kinds
 from frugal.training.loss import LossModule
 
 RANK, ALPHA = 32, 64

@@ -127,7 +127,6 @@ class RunRecord:
         for line in [*loaded.report.lines(), *loaded.adapter_lines]:
             self.say(line)
         self.manifest.add("load", loaded.report.as_dict())
-        assert loaded.attention is not None
         self.manifest.choose("attention", loaded.attention.name, why=loaded.attention.reason)
         for kind, choice in loaded.attention.by_layer.items():
             self.manifest.choose(f"attention, {kind} layers", choice.name, why=choice.reason, rejected=choice.rejected)

@@ -26,9 +26,9 @@ from transformers import (
 
 from frugal.codecs.nf4 import NF4Linear
 from frugal.errors import ModelError, UnsupportedError
-from frugal.tensor_files import read_header
 from frugal.models.load import load_base
 from frugal.models.resolve import ResolvedModel, resolve_base
+from frugal.tensor_files import read_header
 
 IDS = torch.tensor([[1, 5, 9, 200, 17, 33]])
 
