@@ -94,6 +94,7 @@ COUNTERPART: dict[str, str] = {
     **dict.fromkeys(["beta2"], "train.adam_beta2"),
     **dict.fromkeys(["adam_eps", "eps"], "train.adam_epsilon"),
     **dict.fromkeys(["gradient_clipping", "grad_clip", "clip_grad_norm", "max_gradient_norm"], "train.max_grad_norm"),
+    **dict.fromkeys(["label_smoothing_factor"], "train.label_smoothing"),
     **dict.fromkeys(["loraplus_ratio", "lora_plus_ratio"], "train.loraplus_lr_ratio"),
     **dict.fromkeys(["log_every_n_steps", "log_steps", "log_interval"], "train.logging_steps"),
     **dict.fromkeys(["eval_interval", "evaluation_steps"], "train.eval_steps"),
@@ -219,7 +220,7 @@ REASON: dict[str, str] = {
         ["resize_token_embeddings_to_32x", "rope_scaling"], "has no counterpart: the base's own tables and positions"
     ),
     **dict.fromkeys(["compile", "torch_compile"], "has no counterpart: memory.fused replaces modules instead"),
-    **dict.fromkeys(["neftune_noise_alpha", "label_smoothing_factor"], "is not built"),
+    "neftune_noise_alpha": "is not built",
     **dict.fromkeys(
         ["unfrozen_parameters", "freeze_trainable_layers"], "is not built: only adapters and lora.modules_to_save train"
     ),

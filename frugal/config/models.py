@@ -137,6 +137,8 @@ class TrainSection(Section):
     """LoRA+: learning rate of B as a multiple of that of A."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Clip the global gradient norm; 0 turns it off."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Part of each target's probability that is spread evenly over the vocabulary; 0 turns it off."""
     group_by_length: bool = True
     """Put rows of like length into one batch when not packing."""
     eval_steps: int | None = Field(default=None, ge=1)
