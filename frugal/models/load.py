@@ -37,6 +37,7 @@ from frugal.models.modules.host_embedding import put_on_host
 from frugal.models.report import LoadReport, count_bytes, count_parameters, dtype_name
 from frugal.models.resolve import ResolvedModel, stored_tensors
 from frugal.models.skeleton import KeyMap, build_meta, fill_buffers, ignorable, insert_nf4, linear_kinds, map_keys
+from frugal.tensor_files import StoredTensor
 
 __all__ = ["LoadedBase", "Weights", "load_base", "resident_dtype"]
 
@@ -103,11 +104,11 @@ def load_base(
     )
     linears, report.kept = linear_kinds(model)
     report.quantized = linears if quantize == "nf4" else []
-    loaded = LoadedBase(model, report)
+    loaded, later = LoadedBase(model, report), dict[str, StoredTensor]()
     if weights == "meta":
         loaded.tensors = _without_memory(model, report, double_quant, dtype, host_embedding)
     else:
-        _read_weights(
+        later = _read_weights(
             loaded,
             source,
             double_quant=double_quant,
@@ -130,6 +131,8 @@ def load_base(
     report.parameters, report.bytes_by_kind = count_parameters(model), count_bytes(model)
     if host_embedding:
         report.keeps_on_host(put_on_host(model, device, dtype).weight)
+    if weights == "layerwise":  # now: modules were replaced up to here
+        loaded.deferred = DeferredLayers(model, later, dtype, device)
     report.seconds = time.monotonic() - start
     return loaded
 
@@ -157,8 +160,11 @@ def _read_weights(
     trust_remote_code: bool,
     layerwise: bool,
     host_embedding: bool,
-) -> None:
-    """Fill ``loaded`` from files, tensor by tensor, or through transformers where names do not map one to one."""
+) -> dict[str, StoredTensor]:
+    """Fill ``loaded`` from files, tensor by tensor, or through transformers where names do not map one to one.
+
+    Returns the tensors that wait, by their name in the model.
+    """
     model, report = loaded.model, loaded.report
     entries = stored_tensors(source.path)
     keys = map_keys(model, entries)
@@ -174,7 +180,7 @@ def _read_weights(
     if report.route_reason:
         report.route = "transformers"
         loaded.model = _through_transformers(source, report, trust_remote_code, double_quant, dtype, device)
-        return
+        return {}
     found = {target: entries[name] for name, target in keys.targets.items()}
     later = {name: entry for name, entry in found.items() if inside(name, layers)}
     table = f"{table_names(model)[0]}.weight" if host_embedding else ""
@@ -186,8 +192,7 @@ def _read_weights(
     _tie(model, keys)
     _refuse_missing(model, source, expected)
     report.unexpected = ignorable(model, keys.unexpected, missing=False)
-    if layerwise:
-        loaded.deferred = DeferredLayers(model, later, dtype, device)
+    return later
 
 
 def _tie(model: PreTrainedModel, keys: KeyMap) -> None:
