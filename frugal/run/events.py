@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from frugal.config import Config, dump_yaml
+from frugal.console import say
 from frugal.decision import Decision
 from frugal.errors import CheckpointError, Interrupted
 from frugal.files import write_text
@@ -19,7 +20,6 @@ from frugal.manifest import Manifest
 from frugal.run.progress import Reporter
 from frugal.run.summary import TrainResult, summary_lines
 from frugal.run.trackers import Trackers
-from frugal.console import say
 from frugal.training.log import TrainLog
 from frugal.web.report import write_report
 
