@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from frugal.config import load_config
+from frugal.config import Config, load_config
 from frugal.console import safe_console
-from frugal.data import PreviewData, preview_rows, render_preview, write_preview_html
+from frugal.data import PreviewData, preview_rows, render_preview
 from frugal.models.tokenizer import rows_needed
-from frugal.run.steps import ConfigLike, open_base, open_tokenizer
+from frugal.run.steps import open_base, open_tokenizer
+from frugal.web.preview import write_preview_html
 
 
-def preview(config: ConfigLike, *, html: str | Path | None = None, rows: int = 5) -> PreviewData:
+def preview(
+    config: Config | Mapping[str, object] | str | Path, *, html: str | Path | None = None, rows: int = 5
+) -> PreviewData:
     """Show the first ``rows`` rows as they will be trained: trained tokens coloured, counts, lengths, answers' ends.
 
     Printed, or written to ``html``. Loads the tokenizer, no weights.
