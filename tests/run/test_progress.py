@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from frugal.console import SafeStream, say
+from frugal.run.progress import Reporter
+from frugal.run.summary import TrainResult, summary_lines
 from frugal.training.log import TrainLog, read_log
-from frugal.training.progress import Reporter, SafeStream, say
-from frugal.training.summary import TrainResult, summary_lines
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:

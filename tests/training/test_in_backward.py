@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.checkpoints.tensors import read_tensors
 from frugal.config import load_config
 from frugal.errors import ConfigError, FrugalError, MemoryBudgetError
 from frugal.files import read_json
 from frugal.run.train import train
+from frugal.tensor_files import read_tensors
 from frugal.training.in_backward import place_of_step, step_in_backward
 from frugal.training.job import Hooks, LoopState
 from frugal.training.loop import train_loop

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from frugal.checkpoints.tensors import read_tensors, write_tensors
 from frugal.config import TrainSection
 from frugal.errors import CheckpointError
+from frugal.tensor_files import read_tensors, write_tensors
 from frugal.training.optim import OptimizerState, build_optimizer, load_optimizer_state, optimizer_state, set_rate
 
 
