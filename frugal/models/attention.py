@@ -22,8 +22,8 @@ from transformers.masking_utils import sdpa_mask
 
 from frugal.errors import UnsupportedError
 from frugal.model_structure import input_device
-from frugal.models.deferred_layers import DeferredLayers
 from frugal.models.equivalence import largest_difference, model_tolerance, probe
+from frugal.models.materialize import DeferredLayers
 from frugal.ops import Choice, attention, choose
 from frugal.ops.fake import is_fake
 from frugal.ops.planned import planned_attention, stands_for_cuda

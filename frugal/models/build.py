@@ -27,10 +27,9 @@ from frugal.config import LoraSection
 from frugal.errors import UnsupportedError
 from frugal.model_structure import decoder_layers
 from frugal.models.attention import AttentionChoice, use_attention
-from frugal.models.deferred_layers import NO_LAYERS, not_by_layer
 from frugal.models.head import HeadSpec, split_head
 from frugal.models.load import LoadedBase, Weights, load_base
-from frugal.models.materialize import LoadedTensor
+from frugal.models.materialize import NO_LAYERS, LoadedTensor, not_by_layer
 from frugal.models.modules.host_embedding import decide_embedding
 from frugal.models.replacement import ReplacementReport, replace_modules
 from frugal.models.report import LoadReport
