@@ -12,6 +12,7 @@ from torch import nn
 from frugal.codecs.nf4 import NF4Linear
 from frugal.units import gib
 
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.bfloat16` -> ``bfloat16``."""
     return str(dtype).removeprefix("torch.")

@@ -115,8 +115,8 @@ def build_fake(
         module,
         built.base,
         built.tensors,
-        flat=built.attention.name == "frugal" or packed,
-        attention=built.attention.name,
+        flat=built.attention.value == "frugal" or packed,
+        attention=built.attention.value,
         parameters=built.report.parameters,
         host_embedding_bytes=table.weight.nbytes if isinstance(table, HostEmbedding) else 0,
     )

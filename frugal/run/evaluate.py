@@ -37,7 +37,7 @@ def evaluate(run: str | Path, *, data: str | Path | None = None) -> dict[str, fl
         rows,
         batch_size=config.train.per_device_eval_batch_size,
         pad_id=loaded.tokenizer.pad_token_id or 0,
-        flat=attention.name == "frugal" or config.data.packing,
+        flat=attention.value == "frugal" or config.data.packing,
         device=loaded.device.torch_device,
     )
     return {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens, "rows": result.rows}

@@ -167,7 +167,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             rows=data.train,
             eval_rows=data.eval if data.eval is not None and len(data.eval) else None,
             pad_id=tokenizer.pad_token_id or 0,
-            flat=loaded.attention.name == "frugal" or config.data.packing,
+            flat=loaded.attention.value == "frugal" or config.data.packing,
             accelerator=accelerator,
             rate_factor=rate_factor(settings, plan),
             save_steps=config.output.save_steps,

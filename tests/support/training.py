@@ -68,7 +68,7 @@ def make_job(
 ) -> Job:
     """A job on the CPU; ``train`` are keys of the train section."""
     if flat:
-        assert use_attention(model.get_base_model()).name == "frugal"
+        assert use_attention(model.get_base_model()).value == "frugal"
     section = TrainSection.model_validate({"group_by_length": False, **train})
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     module = LossModule(model)
