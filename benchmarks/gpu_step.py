@@ -28,7 +28,7 @@ from frugal.models.attention import register, use_attention
 from frugal.models.replace_modules import swap_modules
 from frugal.models.skeleton import build_meta, fill_buffers, linear_kinds, put_nf4
 from frugal.models.upcast_on_use import keep_stored
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule
 
 RANK, ALPHA = 32, 64
 SIDES = ("frugal", "peer", "liger")

@@ -18,7 +18,7 @@ from frugal.models.load import resident_dtype
 from frugal.models.replace_modules import swap_modules
 from frugal.models.skeleton import build_meta, linear_kinds, put_nf4
 from frugal.models.upcast_on_use import keep_stored
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule, make_objective
 
 SHORTEST = 3
 """Layers of the smaller of the two models that are run: first, last and one in between."""
@@ -137,10 +137,10 @@ def build_fake(
     applied = apply_adapters(base, lora, seed=0, quantize=model.quantize, new_token_ids=tokens)
     if memory.fused:
         swap_modules(applied.model, compute_dtype=compute, mlp_tile_tokens=memory.mlp_chunk_tokens, prove=False)
-    module = LossModule(applied.model, chunk_tokens=memory.loss_chunk_tokens, prove=False)
+    flat = choice.name == "frugal" or packed
+    module = LossModule(applied.model, make_objective(flat=flat), chunk_tokens=memory.loss_chunk_tokens, prove=False)
     with mode:
         _materialise(module, torch.device(device))
-    flat = choice.name == "frugal" or packed
     return FakeRun(module, base, parts, flat, choice.name, parameters=count, host_embedding_bytes=host_bytes)
 
 

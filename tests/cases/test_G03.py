@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from frugal.memory.checkpointing import apply_activation_checkpointing
-from frugal.training.job import Hooks, LoopState
 from frugal.training.loop import train_loop
+from frugal.training.setup import Hooks, LoopState
 from frugal.training.signals import StopRequest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))

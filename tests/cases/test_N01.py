@@ -12,8 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 import toy
 
-from frugal.training.job import Hooks, LoopState
 from frugal.training.loop import train_loop
+from frugal.training.setup import Hooks, LoopState
 from frugal.training.signals import StopRequest
 
 

@@ -21,7 +21,7 @@ from frugal.models.attention import use_attention
 from frugal.models.load import load_base
 from frugal.models.replace_modules import swap_modules
 from frugal.models.resolve import BaseSource
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule
 
 LORA = LoraSection(r=4, lora_alpha=8)
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from frugal.distributed.zero.config import ZeroSettings
 from frugal.distributed.zero.engine import Zero
 from frugal.errors import FrugalError
 from frugal.models.deferred_layers import decoder_layers
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule
 from frugal.training.optim import build_optimizer, trainable
 
 CPU = torch.device("cpu")

@@ -26,9 +26,9 @@ from frugal.models.load import load_base
 from frugal.models.report import count_bytes
 from frugal.models.resolve import resolve_base
 from frugal.models.skeleton import build_meta
+from frugal.objectives import LossModule
 from frugal.planning import planner as plan
 from frugal.run.train import train
-from frugal.training.loss import LossModule
 from tests.conftest import make_llama
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))

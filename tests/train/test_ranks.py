@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from frugal.training.job import Hooks, LoopState
 from frugal.training.loop import train_loop
 from frugal.training.optim import trainable
+from frugal.training.setup import Hooks, LoopState
 from frugal.training.signals import StopRequest
 
 sys.path.insert(0, str(Path(__file__).parent))
