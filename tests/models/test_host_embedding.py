@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,7 @@ from frugal.objectives import LossModule
 from frugal.planning import planner as plan
 from frugal.run.train import train
 from tests.conftest import make_llama
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
-import runs
+from tests.support import runs
 
 CPU = torch.device("cpu")
 
