@@ -5,5 +5,5 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["frugal", "frugal.*"]), "frugal.configs"],
     package_dir={"frugal.configs": "configs"},
-    package_data={"frugal.configs": ["*.yaml", "accelerate/*.yaml"]},
+    package_data={"frugal.configs": ["*.yaml", "accelerate/*.yaml"], "frugal.web": ["templates/*.jinja"]},
 )

@@ -18,13 +18,17 @@ from frugal.errors import FrugalError
 from frugal.memory.space import is_out_of_memory
 from frugal.planning.inputs import Planned
 from frugal.planning.planner import Plan, Planner
-from frugal.planning.show import gb
 from frugal.planning.simulated_model import Policy, Shape
 from frugal.training.evaluate import longest_first
 from frugal.training.oom_fallback import MemorySettings, OutOfMemoryFallback
 from frugal.training.schedule import StepOrder, TrainPlan
 from frugal.training.setup import TrainSetup
-from frugal.training.warmup_step import WarmupResult, longest_micro_batch, run_warmup_step
+from frugal.training.warmup_step import (
+    WarmupResult,
+    longest_micro_batch,
+    run_warmup_step,
+)
+from frugal.units import gib
 
 CPU_SHARE = 0.5
 """Of the memory that is available on a machine without a GPU: other programs live there too."""
@@ -115,7 +119,7 @@ def _advice(found: Forecast) -> str:
     spare = plan.budget_bytes - rest
     if spare <= 0:
         return (
-            f"Weights, adapter and optimizer alone take {gb(rest)} of {gb(plan.budget_bytes)}: a smaller model or "
+            f"Weights, adapter and optimizer alone take {gib(rest)} of {gib(plan.budget_bytes)}: a smaller model or "
             "rank, model.quantize: nf4, or a larger memory.budget."
         )
     tokens = max(8, int(plan.shape.tokens * spare / max(grown, 1)))
@@ -145,18 +149,18 @@ def measured_lines(found: Forecast, result: WarmupResult, taken: list[str]) -> l
     if found.plan is None:
         return [
             found.reason,
-            f"measured: {gb(result.step_bytes)} at the longest micro-batch ({result.tokens:,} tokens)",
+            f"measured: {gib(result.step_bytes)} at the longest micro-batch ({result.tokens:,} tokens)",
         ]
     expected = found.plan.phases["steady_step"].bytes
     difference = f"{result.step_bytes / expected - 1:+.1%}" if not taken else "after the changes above"
     shown = [
-        f"memory of the longest micro-batch ({result.tokens:,} tokens): forecast {gb(expected)}, "
-        f"measured {gb(result.step_bytes)} ({difference})"
+        f"memory of the longest micro-batch ({result.tokens:,} tokens): forecast {gib(expected)}, "
+        f"measured {gib(result.step_bytes)} ({difference})"
     ]
     if result.eval_bytes and "evaluation" in found.plan.phases:
         foreseen = found.plan.phases["evaluation"].bytes
-        shown.append(f"  evaluation: forecast {gb(foreseen)}, measured {gb(result.eval_bytes)}")
+        shown.append(f"  evaluation: forecast {gib(foreseen)}, measured {gib(result.eval_bytes)}")
     if result.save_bytes:
         foreseen = found.plan.phases["save"].bytes
-        shown.append(f"  checkpoint: forecast {gb(foreseen)}, measured {gb(result.save_bytes)}")
+        shown.append(f"  checkpoint: forecast {gib(foreseen)}, measured {gib(result.save_bytes)}")
     return shown

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from frugal.errors import MemoryBudgetError
 from frugal.memory.checkpointing import CheckpointHandle, Policy, apply_activation_checkpointing
-from frugal.models.fused import FrugalGatedMLP
+from frugal.models.modules.fused import FrugalGatedMLP
 from frugal.objectives import LossModule
 
 SMALL_LOSS_CHUNK = 64

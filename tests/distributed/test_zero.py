@@ -22,8 +22,8 @@ if importlib.util.find_spec("deepspeed") is None:
 if shutil.which("c++") is None:
     pytest.skip("DeepSpeed on a CPU compiles an operation and there is no C++ compiler", allow_module_level=True)
 
-from frugal.checkpoints.tensors import read_tensors, write_tensors
 from frugal.distributed.optimizer_state import OptimizerState, load_optimizer_state, optimizer_state
+from frugal.tensor_files import read_tensors, write_tensors
 from frugal.training.setup import LoopState
 from tests.distributed.ranks import cases_zero as cases
 

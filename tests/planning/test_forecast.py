@@ -20,8 +20,8 @@ from frugal.memory import apply_activation_checkpointing
 from frugal.memory.meter import LiveBytesMeter
 from frugal.models.attention import use_attention
 from frugal.models.load import load_base
-from frugal.models.replace_modules import swap_modules
-from frugal.models.resolve import BaseSource
+from frugal.models.replacement import replace_modules
+from frugal.models.resolve import ResolvedModel
 from frugal.objectives import LossModule, make_objective
 from frugal.ops.planned import PlannedDevice
 from frugal.planning.simulate import PHASES, MemorySimulator, Phase, Shape
@@ -137,12 +137,12 @@ def measured(setting: Setting, folder: Path, scratch: Path) -> dict[Phase, int]:
     """Peaks of real steps, taken with the training loop's own step and evaluation."""
     torch.manual_seed(0)
     train = train_section(setting)
-    loaded = load_base(BaseSource("x", folder, "folder", None), quantize=setting.quantize)  # type: ignore[arg-type]
+    loaded = load_base(ResolvedModel("x", folder, "folder", None), quantize=setting.quantize)  # type: ignore[arg-type]
     flat = use_attention(loaded.model).name == "frugal" or setting.documents > 1
     quantize = setting.quantize
     model = apply_adapters(loaded.model, LoraSection(r=4, **setting.lora), seed=0, quantize=quantize).model
     if setting.fused:
-        swap_modules(model, compute_dtype=torch.float32)
+        replace_modules(model, compute_dtype=torch.float32)
     module = LossModule(model, make_objective(flat=flat))
     handle = apply_activation_checkpointing(model, setting.policy, scratch_dir=scratch)
     data = dataset(setting, setting.rows * setting.accumulate)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.checkpoints.tensors import read_tensors
 from frugal.config import load_config
 from frugal.distributed.strategy import replicated
 from frugal.errors import ConfigError, FrugalError, MemoryBudgetError
 from frugal.files import read_json
 from frugal.run.train import train
+from frugal.tensor_files import read_tensors
 from frugal.training.loop import train_loop
 from frugal.training.optim import trainable
 from frugal.training.setup import Hooks, LoopState

@@ -8,10 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from frugal.checkpoints.tensors import read_tensors, write_tensors
 from frugal.config import TrainSection
 from frugal.errors import CheckpointError
-from frugal.training.optim import OptimizerState, build_optimizer, load_optimizer_state, optimizer_state, set_lr
+from frugal.tensor_files import read_tensors, write_tensors
+from frugal.training.optim import (
+    OptimizerState,
+    build_optimizer,
+    load_optimizer_state,
+    optimizer_state,
+    set_lr,
+)
 
 
 def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:

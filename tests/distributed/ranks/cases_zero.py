@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from frugal.checkpoints.tensors import read_tensors, write_tensors
 from frugal.config import LoraSection
-from frugal.distributed.layerwise import load_layer_by_layer
 from frugal.distributed.optimizer_state import OptimizerState
 from frugal.distributed.strategy import Strategy
 from frugal.distributed.zero import state as zero_state
@@ -23,8 +21,10 @@ from frugal.distributed.zero.config import ZeroSettings
 from frugal.distributed.zero.engine import Zero
 from frugal.errors import CheckpointError, FrugalError
 from frugal.memory.meter_report import optimizer_tensors
-from frugal.models.deferred_layers import decoder_layers
-from frugal.models.resolve import BaseSource
+from frugal.model_structure import decoder_layers
+from frugal.models.build import ModelSpec, build
+from frugal.models.resolve import ResolvedModel
+from frugal.tensor_files import read_tensors, write_tensors
 from frugal.training.loop import micro_batch
 from frugal.training.setup import LoopState
 from frugal.training.warmup_step import run_warmup_step
@@ -363,7 +363,7 @@ def case_other_ages(rank: Rank) -> dict[str, Any]:
 
 def case_layer_by_layer(rank: Rank) -> dict[str, Any]:
     """Each layer partitioned before the next is read: no rank ever holds the whole base."""
-    base = BaseSource("tiny", Path(os.environ["TINY_UNTIED"]), "folder", None)
+    base = ResolvedModel("tiny", Path(os.environ["TINY_UNTIED"]), "folder", None)
     lora = LoraSection(r=4, lora_alpha=8)
     strategy = zero(3)
     held: list[int] = []
@@ -372,7 +372,7 @@ def case_layer_by_layer(rank: Rank) -> dict[str, Any]:
         strategy.take_layer(name, layer)
         held.append(zero_units.local_bytes(layer)["frozen"])
 
-    filled = load_layer_by_layer(base, lora, on_layer=take, seed=0, dtype=torch.float32)
+    filled = build(ModelSpec(source=base, lora=lora), "layerwise", take)
     give_b(filled.model)
     running = start(Setting(), strategy, model=filled.model, head=filled.head)
     return {**finish(rank, running), "layers": held}

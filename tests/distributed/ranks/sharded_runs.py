@@ -19,8 +19,8 @@ from frugal.memory.checkpointing import CheckpointHandle, apply_activation_check
 from frugal.models.attention import use_attention
 from frugal.models.head import HeadSpec
 from frugal.models.load import load_base
-from frugal.models.replace_modules import swap_modules
-from frugal.models.resolve import BaseSource
+from frugal.models.replacement import replace_modules
+from frugal.models.resolve import ResolvedModel
 from frugal.objectives import LossModule, make_objective
 from frugal.training.loop import train_loop
 from frugal.training.oom_fallback import MemorySettings
@@ -57,7 +57,7 @@ def tiny(setting: Setting) -> nn.Module:
     """The adapted base, as a run makes it; B is not zero, so that all gradients are."""
     folder = Path(os.environ[setting.folder])
     loaded = load_base(
-        BaseSource("tiny", folder, "folder", None),
+        ResolvedModel("tiny", folder, "folder", None),
         quantize=setting.quantize,  # type: ignore[arg-type]
         dtype=setting.dtype,
     )
@@ -68,7 +68,7 @@ def tiny(setting: Setting) -> nn.Module:
         loaded.model, lora, seed=0, quantize=setting.quantize, new_token_ids=setting.new_token_ids
     ).model
     if setting.fused:
-        swap_modules(model, compute_dtype=setting.dtype)
+        replace_modules(model, compute_dtype=setting.dtype)
     give_b(model)
     return model
 

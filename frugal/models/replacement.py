@@ -8,7 +8,9 @@ module stays and the report says why. Parameter names do not change, so checkpoi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,14 +18,11 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from frugal.models.deferred_layers import inside
-from frugal.models.equivalence import disproof
-from frugal.models.fused import FrugalGatedMLP, FrugalLoraLinear, FrugalRMSNorm, known_activation
-from frugal.models.fused_attention import FrugalAttention
-from frugal.models.host_embedding import input_device
-from frugal.models.lora_layers import linear_parts
-from frugal.models.replace_attention import attention_candidate, attention_disproof
-from frugal.models.replacement_report import SwapReport
+from frugal.model_structure import input_device, inside
+from frugal.models.equivalence import mismatch
+from frugal.models.lora_layers import lora_weights
+from frugal.models.modules.attention import FrugalAttention, attention_candidate, attention_mismatch
+from frugal.models.modules.fused import FrugalGatedMLP, FrugalLoraLinear, FrugalRMSNorm, known_activation
 
 _DOWN = "down_proj"
 _LAYOUTS = (("gate_proj", "up_proj"), ("gate_up_proj",))
@@ -31,7 +30,67 @@ _EPS_NAMES = ("variance_epsilon", "eps")
 Candidate = nn.Module | str  # a replacement to prove, or the reason why there is none
 
 
-def swap_modules(
+@dataclass(frozen=True)
+class Replacement:
+    """One module: what it was, what it became (None: left alone) and why."""
+
+    name: str
+    was: str
+    became: str | None
+    reason: str
+
+
+@dataclass
+class ReplacementReport:
+    """All modules that were candidates, in the order they were looked at."""
+
+    rows: list[Replacement] = field(default_factory=list)
+
+    def add(self, name: str, old: nn.Module, new: nn.Module | None, reason: str) -> None:
+        """Note one decision."""
+        self.rows.append(Replacement(name, type(old).__name__, None if new is None else type(new).__name__, reason))
+
+    def extend(self, other: ReplacementReport) -> None:
+        """Add the decisions of another part of the same model."""
+        self.rows.extend(other.rows)
+
+    @property
+    def replaced(self) -> list[Replacement]:
+        """Modules that were replaced."""
+        return [row for row in self.rows if row.became is not None]
+
+    @property
+    def kept(self) -> list[Replacement]:
+        """Modules that stayed, each with its reason."""
+        return [row for row in self.rows if row.became is None]
+
+    def groups(self) -> list[tuple[Replacement, int]]:
+        """Rows that differ in layer numbers only, joined: (row with ``*`` for numbers, how many)."""
+        counts: dict[Replacement, int] = {}
+        for row in self.rows:
+            pattern = Replacement(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row.name), row.was, row.became, row.reason)
+            counts[pattern] = counts.get(pattern, 0) + 1
+        return list(counts.items())
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Plain values for the manifest."""
+        return [
+            {"modules": row.name, "count": count, "was": row.was, "became": row.became, "reason": row.reason}
+            for row, count in self.groups()
+        ]
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no module was a candidate for replacement"
+        lines = [
+            (f"{count:4d} x {row.name}", f"{row.was} -> {row.became or 'left alone'}", row.reason)
+            for row, count in self.groups()
+        ]
+        first, second = (max(len(line[i]) for line in lines) for i in (0, 1))
+        return "\n".join(f"{a:<{first}}  {b:<{second}}  {c}" for a, b, c in lines)
+
+
+def replace_modules(
     model: nn.Module,
     *,
     compute_dtype: torch.dtype | None = None,
@@ -39,7 +98,7 @@ def swap_modules(
     prove: bool = True,
     only: str | None = None,
     leave: Collection[str] = (),
-) -> SwapReport:
+) -> ReplacementReport:
     """Replace what can be proven equal in ``model`` (plain or wrapped by PEFT) and report on every module looked at.
 
     ``only`` is the name of a module: nothing outside it is looked at. ``leave`` names modules that are not looked at,
@@ -50,7 +109,7 @@ def swap_modules(
     have no numbers to compare: what has the right structure is replaced. Running it twice changes nothing the second
     time.
     """
-    report = SwapReport()
+    report = ReplacementReport()
     dtype = compute_dtype or _compute_dtype(model)
     makers: tuple[Callable[[nn.Module], Candidate | None], ...] = (
         _lora_candidate,
@@ -71,9 +130,9 @@ def swap_modules(
             failure = _obstacle(name, module)
             if failure is None and prove:
                 if isinstance(candidate, FrugalAttention):
-                    failure = attention_disproof(module, candidate, dtype)
+                    failure = attention_mismatch(module, candidate, dtype)
                 else:
-                    failure = disproof(module, candidate, _width(candidate), dtype)
+                    failure = mismatch(module, candidate, _width(candidate), dtype)
             if failure is None:
                 model.set_submodule(name, candidate)
                 report.add(name, module, candidate, "equal on random input" if prove else "by structure, not proven")
@@ -92,7 +151,7 @@ def _lora_candidate(module: nn.Module) -> Candidate | None:
         return None
     if type(module) is not LoraLinear:
         return f"{type(module).__module__}.{type(module).__name__} is left to PEFT"
-    parts = linear_parts(module, hooks_run=True)
+    parts = lora_weights(module, hooks_run=True)
     return parts if isinstance(parts, str) else FrugalLoraLinear.over(module)
 
 
@@ -113,7 +172,7 @@ def _mlp_candidate(module: nn.Module, tile_tokens: int | None) -> Candidate | No
     if activation is None:
         return f"activation {type(function).__name__} is none of silu, gelu, gelu_tanh"
     for name in (*layout, _DOWN):
-        parts = linear_parts(children[name])
+        parts = lora_weights(children[name])
         if isinstance(parts, str):
             return f"{name}: {parts}"
     return FrugalGatedMLP(module, layout, _DOWN, activation, tile_tokens)
@@ -161,7 +220,7 @@ def _width(candidate: nn.Module) -> int:
     linear = candidate
     if isinstance(candidate, FrugalGatedMLP):
         linear = candidate.get_submodule(candidate.gate_up_names[0])
-    parts = linear_parts(linear, hooks_run=True)
+    parts = lora_weights(linear, hooks_run=True)
     if isinstance(parts, str):
         raise RuntimeError(parts)
     return int(parts.weight.shape[1])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from frugal.models.lora_layers import linear_parts, one_adapter
+from frugal.models.lora_layers import lora_weights, one_adapter
 from frugal.ops import Projection, gated_mlp, lora_linear, rms_norm
 from frugal.ops.gated_mlp import Activation
 
@@ -30,7 +30,7 @@ class FrugalLoraLinear(LoraLinear):  # type: ignore[misc]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        parts = linear_parts(self, hooks_run=True)
+        parts = lora_weights(self, hooks_run=True)
         if args or any(v is not None for v in kwargs.values()) or isinstance(parts, str):
             out: Tensor = super().forward(x, *args, **kwargs)
             return out
@@ -59,7 +59,7 @@ class FrugalGatedMLP(nn.Module):
         """What the operation works on now, or why it cannot."""
         found: list[Projection] = []
         for name in (*self.gate_up_names, self.down_name):
-            parts = linear_parts(self.get_submodule(name))
+            parts = lora_weights(self.get_submodule(name))
             if isinstance(parts, str):
                 return f"{name}: {parts}"
             if any(adapter.dropout for adapter in parts.adapters):

@@ -1,4 +1,4 @@
-"""Tiny random models of the families that frugal is proven with, from their own configs. For tests and `verify`."""
+"""Tiny random models of the families that frugal is proven with, from their own configurations."""
 
 from __future__ import annotations
 

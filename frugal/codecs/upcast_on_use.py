@@ -14,7 +14,7 @@ from torch.nn import functional as F
 BLOCK_BYTES = 16 << 20  # of one widened block of head rows
 
 
-class StoredEmbedding(nn.Embedding):
+class UpcastEmbedding(nn.Embedding):
     """`nn.Embedding` whose frozen weight keeps its dtype and whose output has ``compute_dtype``."""
 
     compute_dtype: torch.dtype
@@ -24,7 +24,7 @@ class StoredEmbedding(nn.Embedding):
         return super().forward(input).to(self.compute_dtype)
 
 
-class StoredLinear(nn.Linear):
+class UpcastLinear(nn.Linear):
     """`nn.Linear` whose frozen weight keeps its dtype; blocks of rows are widened to the input's dtype while used."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -68,22 +68,22 @@ class _BlockLinear(torch.autograd.Function):
         return grad_x, None
 
 
-def keep_stored(model: nn.Module, compute_dtype: torch.dtype) -> list[str]:
+def upcast_on_use(model: nn.Module, compute_dtype: torch.dtype) -> list[str]:
     """Replace the input embedding and the head by their stored forms where their dtype is not ``compute_dtype``.
 
     Names, parameters and ties stay as they are. Returns the names of the replaced modules.
     """
     replaced: list[str] = []
-    new: StoredEmbedding | StoredLinear
+    new: UpcastEmbedding | UpcastLinear
     for name, module in list(model.named_modules()):
         if type(module) is nn.Embedding and module.weight.dtype != compute_dtype:
             with torch.device("meta"):
-                embedding = StoredEmbedding(module.num_embeddings, module.embedding_dim, module.padding_idx)
+                embedding = UpcastEmbedding(module.num_embeddings, module.embedding_dim, module.padding_idx)
             embedding.compute_dtype = compute_dtype
             new = embedding
         elif type(module) is nn.Linear and module.weight.dtype != compute_dtype:
             with torch.device("meta"):
-                linear = StoredLinear(module.in_features, module.out_features, bias=module.bias is not None)
+                linear = UpcastLinear(module.in_features, module.out_features, bias=module.bias is not None)
             linear.bias = module.bias
             new = linear
         else:

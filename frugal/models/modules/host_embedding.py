@@ -8,12 +8,17 @@ the table's own numbers, so nothing changes but the place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from frugal.models.upcast_on_use import StoredEmbedding
+from frugal.adapters.targets import resolve_targets
+from frugal.codecs.upcast_on_use import UpcastEmbedding
+from frugal.config import LoraSection
+from frugal.decision import Decision
+from frugal.errors import ConfigError
+from frugal.model_structure import inside, table_names
 from frugal.ops.fake import is_fake
 
 STAGE_BYTES = 16 << 20
@@ -92,16 +97,10 @@ class HostEmbedding(nn.Embedding):
         return f"{self.num_embeddings}, {self.embedding_dim}, on the host, rows to {self.device}"
 
 
-def input_device(model: Any) -> torch.device:
-    """Where a model's input belongs: the device of what its embedding gives out."""
-    embedding = model.get_input_embeddings()
-    return embedding.device if isinstance(embedding, HostEmbedding) else embedding.weight.device
-
-
 def host_refusal(model: Any) -> str | None:
     """Why the model's embedding table cannot wait on the host, whatever is trained; None when it can."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if type(embedding) not in (nn.Embedding, StoredEmbedding):
+    if type(embedding) not in (nn.Embedding, UpcastEmbedding):
         return f"its embedding is a {type(embedding).__name__}, which does more than look rows up"
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     if tied or (head is not None and head.weight is embedding.weight):
@@ -126,3 +125,44 @@ def put_on_host(model: Any, device: torch.device, compute_dtype: torch.dtype) ->
     new.train(old.training)
     model.set_input_embeddings(new)
     return new
+
+
+def decide_embedding(
+    asked: Literal["auto", "device", "host"], model: Any, lora: LoraSection | None, *, kind: str, adds_tokens: bool
+) -> Decision[str]:
+    """Decide for ``memory.embedding``, "host" or "device", before anything is loaded.
+
+    Args:
+        model: the base, which may have no memory yet.
+        lora: the adapter that will be trained; None: there is none.
+        kind: of the device, "cuda" or "cpu".
+        adds_tokens: whether the run trains rows of added tokens.
+
+    Raises:
+        ConfigError: ``host`` is asked for and cannot be.
+    """
+    key = "memory.embedding"
+    if asked == "device":
+        return Decision(key, "device", "memory.embedding is device")
+    if kind == "cpu" and asked == "auto":
+        return Decision(key, "device", "the device is the host")
+    reason = host_refusal(model) or _trained(model, lora, adds_tokens)
+    if reason is None:
+        why = "frozen and not tied to the head: only the rows in use are copied to the device"
+        return Decision(key, "host", why)
+    if asked == "host":
+        raise ConfigError(f"memory.embedding: the table cannot be on the host: {reason}. Write auto or device.")
+    return Decision(key, "device", reason)
+
+
+def _trained(model: Any, lora: LoraSection | None, adds_tokens: bool) -> str | None:
+    if adds_tokens:
+        return "rows of added tokens are trained"
+    if lora is None:
+        return None
+    name, targets = table_names(model)[0], resolve_targets(model, lora)
+    if name in targets.layers:
+        return f"{name} is in lora.target_modules"
+    if inside(name, targets.modules_to_save):
+        return f"{name} is in lora.modules_to_save"
+    return None
