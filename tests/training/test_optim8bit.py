@@ -11,7 +11,6 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from bitsandbytes.functional import create_dynamic_map
-from frugal.training.in_backward import OptimizerInBackward
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from frugal.errors import CheckpointError, ConfigError
 from frugal.memory.meter import LiveBytesMeter
 from frugal.training.optim8bit import AdamW8bit
+from frugal.training.step import OptimizerInBackward
 
 SHAPES = [(16, 576), (1536, 16), (5000,), (64,), (33, 127)]  # with a short last block, and small ones
 
