@@ -43,8 +43,8 @@ from frugal.distributed.zero.engine import Zero
 from frugal.memory.checkpointing import apply_activation_checkpointing
 from frugal.models.attention import use_attention
 from frugal.models.load import load_base
-from frugal.models.replace_modules import swap_modules
-from frugal.models.resolve import BaseSource
+from frugal.models.replacement import replace_modules
+from frugal.models.resolve import ResolvedModel
 from frugal.training.job import Hooks, Job, LoopState
 from frugal.training.loop import train_loop
 from frugal.training.loss import LossModule
@@ -146,11 +146,11 @@ def strategies(world: int) -> dict[str, Any]:
 
 def train(base: Path, strategy: Strategy) -> tuple[dict[str, int], list[float], dict[str, Tensor]]:
     """This rank's bytes, the losses, and the whole adapter (rank 0)."""
-    model: Any = load_base(BaseSource("small", base, "folder", None), quantize="nf4", dtype=torch.float32).model
+    model: Any = load_base(ResolvedModel("small", base, "folder", None), quantize="nf4", dtype=torch.float32).model
     use_attention(model)
     lora = LoraSection.model_validate({"r": 8, "lora_alpha": 16})
     model = apply_adapters(model, lora, seed=0, quantize="nf4").model
-    swap_modules(model, compute_dtype=torch.float32)
+    replace_modules(model, compute_dtype=torch.float32)
     section = TrainSection.model_validate(
         {
             "group_by_length": False, "max_steps": STEPS, "per_device_train_batch_size": 1, "max_grad_norm": NORM,

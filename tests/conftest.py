@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from frugal.assets import fetch
 
 torch.set_num_threads(1)
+# child processes of tests import tests.support, whatever folder they work in
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 
 from frugal.checkpoints.rotation import aside, leftovers, list_checkpoints
 from frugal.checkpoints.space import free_bytes, size
-from frugal.checkpoints.tensors import read_tensors, refuse_pickles_in, write_tensors
 from frugal.errors import CheckpointError
 from frugal.files import fsync_file, fsync_folder, read_json, sha256_file, write_json
+from frugal.tensor_files import read_tensors, refuse_pickles_in, write_tensors
 from frugal.training.optim import OptimizerState
 
 MARKER = "complete.json"

@@ -73,7 +73,7 @@ def quantize_blocks(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole blocks of 64 on the CPU: uint8 [n / 2] packed codes and float32 [n / 64] scales.
 
     The code of a value is the number of midpoints below it. Fifteen comparisons over bytes take 10 ns a value where the
-    binary search that bitsandbytes uses takes 25; the numbers are the same (tests/quant).
+    binary search that bitsandbytes uses takes 25; the numbers are the same (tests/codecs).
     """
     blocks = flat.to(torch.float32).view(-1, BLOCK)
     absmax = blocks.abs().amax(dim=1)

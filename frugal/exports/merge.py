@@ -18,7 +18,7 @@ from frugal.exports.merge_io import OutTensor, plan_shards, write_shards
 from frugal.exports.merge_math import Maker, WeightPlan
 from frugal.exports.merge_plan import MergePlan, plan_merge
 from frugal.files import fsync_folder, read_json, write_json, write_text
-from frugal.models.resolve import BaseSource
+from frugal.models.resolve import ResolvedModel
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MOST_SUPPRESSED = 4096
@@ -172,7 +172,7 @@ def _new_folder(out: Path) -> Path:
     return out
 
 
-def _check_base(run: RunFolder, source: BaseSource, allow_other_base: bool) -> list[str]:
+def _check_base(run: RunFolder, source: ResolvedModel, allow_other_base: bool) -> list[str]:
     sentence = other_base(run, source)
     if sentence is None:
         return []
@@ -211,7 +211,7 @@ def _check_space(folder: Path, n_bytes: int) -> None:
 def _write_side_files(
     folder: Path,
     run: RunFolder,
-    source: BaseSource,
+    source: ResolvedModel,
     plan: MergePlan,
     dtype: str,
     surplus: list[int],

@@ -12,7 +12,6 @@ import psutil
 import torch
 from transformers import AutoTokenizer
 
-from frugal.adapters import apply_adapters, load_adapter
 from frugal.checkpoints.run_folder import RunFolder, check_depth, open_run, other_base
 from frugal.config import Config, LoraSection, load_config
 from frugal.data import choose_template
@@ -21,8 +20,8 @@ from frugal.errors import FrugalError, UnsupportedError
 from frugal.exports.merge_plan import fit_adapter
 from frugal.files import read_json
 from frugal.inference.generate import Messages, answer, as_messages, generate_samples, generation_config
-from frugal.models.load import load_base
-from frugal.models.resolve import BaseSource, resolve_base
+from frugal.models.build import ModelSpec, build
+from frugal.models.resolve import ResolvedModel, resolve_base
 from frugal.models.tokenizer import load_tokenizer, new_token_ids, rows_needed
 
 __all__ = ["LoadedRun", "chat", "chat_loop", "generate_samples", "load", "load_run"]
@@ -102,16 +101,20 @@ def load_run(
     tokenizer = _tokenizer(opened, source, trust_remote_code)
     where = _device(device)
     asked = opened.config.model.dtype if opened.config is not None else "auto"
-    loaded = load_base(
-        source,
+    spec = ModelSpec(
+        source=source,
         quantize="nf4" if opened.quantized else "none",
         double_quant=opened.double_quant,
         dtype=resolve_dtype(asked, where).compute,
         device=where.torch_device,
-        trust_remote_code=trust_remote_code,
         vocab_size=rows_needed(tokenizer, source.config()),
+        adapter=opened.adapter,
+        trainable=trainable,
+        attention=None,
+        fused=False,
+        split_head=False,
     )
-    model = load_adapter(loaded.model, opened.adapter, trainable=trainable)
+    model = build(spec).model
     if not trainable:
         model.eval()
     system = opened.config.data.system_prompt if opened.config is not None else None
@@ -131,7 +134,7 @@ def _device(asked: str | None) -> Device:
         return probe()
 
 
-def _warnings(run: RunFolder, source: BaseSource, allow_other_base: bool, trust_remote_code: bool) -> list[str]:
+def _warnings(run: RunFolder, source: ResolvedModel, allow_other_base: bool, trust_remote_code: bool) -> list[str]:
     found = []
     sentence = other_base(run, source)
     if sentence is not None and not allow_other_base:
@@ -143,7 +146,7 @@ def _warnings(run: RunFolder, source: BaseSource, allow_other_base: bool, trust_
     return found
 
 
-def _tokenizer(run: RunFolder, source: BaseSource, trust_remote_code: bool) -> Any:
+def _tokenizer(run: RunFolder, source: ResolvedModel, trust_remote_code: bool) -> Any:
     if run.tokenizer_folder is not None:
         return AutoTokenizer.from_pretrained(str(run.tokenizer_folder), trust_remote_code=trust_remote_code)
     if run.config is None:
@@ -151,7 +154,7 @@ def _tokenizer(run: RunFolder, source: BaseSource, trust_remote_code: bool) -> A
     return _prepared_tokenizer(run.config, source, trust_remote_code)
 
 
-def _prepared_tokenizer(config: Config, source: BaseSource, trust_remote_code: bool) -> Any:
+def _prepared_tokenizer(config: Config, source: ResolvedModel, trust_remote_code: bool) -> Any:
     """The base's tokenizer with the added tokens and the template of a configuration."""
     tokenizer = load_tokenizer(source, add_tokens=config.model.add_tokens, trust_remote_code=trust_remote_code)
     if config.data.chat_template is not None:
@@ -203,20 +206,21 @@ def _load_fresh(config: Config, lora: LoraSection, device: str | None) -> Loaded
     settings = config.model
     source = resolve_base(settings.base, settings.revision, trust_remote_code=settings.trust_remote_code)
     tokenizer = _prepared_tokenizer(config, source, settings.trust_remote_code)
-    loaded = load_base(
-        source,
+    spec = ModelSpec(
+        source=source,
         quantize=settings.quantize,
         double_quant=settings.bnb_4bit_use_double_quant,
         dtype=resolve_dtype(settings.dtype, where).compute,
         device=where.torch_device,
-        trust_remote_code=settings.trust_remote_code,
         vocab_size=rows_needed(tokenizer, source.config()),
+        lora=lora,
+        seed=config.train.seed,
+        new_token_ids=new_token_ids(tokenizer, settings.add_tokens),
+        attention=None,
+        fused=False,
+        split_head=False,
     )
-    added = new_token_ids(tokenizer, settings.add_tokens)
-    applied = apply_adapters(
-        loaded.model, lora, seed=config.train.seed, quantize=settings.quantize, new_token_ids=added
-    )
-    return LoadedRun(applied.model, tokenizer, where, config.data.system_prompt)
+    return LoadedRun(build(spec).model, tokenizer, where, config.data.system_prompt)
 
 
 def chat(

@@ -13,16 +13,13 @@ import torch
 
 from frugal.memory.meter import LiveBytesMeter
 from frugal.memory.meter_report import TEMPORARIES
-from frugal.models.deferred_layers import decoder_layers
-from frugal.models.equivalence import PROOF_TOKENS
+from frugal.model_structure import decoder_layers
+from frugal.models.equivalence import PROBE_ROWS, PROBE_TOKENS, PROOF_TOKENS
 from frugal.ops.planned import planning_for
 from frugal.planning.allocation_sites import Peak
 from frugal.planning.sharding import Sharing
 from frugal.planning.simulate import Simulation
 from frugal.planning.simulated_model import Built
-
-ATTENTION_ROWS = (2, 13)
-"""Rows and tokens that `frugal.models.attention` is proven on."""
 
 
 def load_peak(sim: Simulation) -> Peak:
@@ -50,7 +47,7 @@ def _cut(sharing: Sharing) -> int:
 def proofs(sim: Simulation) -> tuple[int, int]:
     """Bytes that exist while attention is proven, before adapters are there, and while an MLP's replacement is."""
     stock = sim.stock().built(sim.counts[0])
-    rows, length = ATTENTION_ROWS
+    rows, length = PROBE_ROWS, PROBE_TOKENS
     vocab = stock.fake.base.config.get_text_config().vocab_size
 
     def forward() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from frugal.distributed.fsdp2 import own_units
 from frugal.memory.meter_report import ADAPTERS, GRADIENTS, OPTIMIZER, QUANT_STATE, TEMPORARIES, WEIGHTS
-from frugal.models.deferred_layers import decoder_layers
+from frugal.model_structure import decoder_layers
 from frugal.planning.allocation_sites import AT_REST, Site, Sites
 from frugal.planning.simulated_model import Built, StepPart
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from frugal.models.materialize import LoadedTensor
 from frugal.planning.allocation_sites import AT_REST, Peak, Sites, TokenLine, continued, highest, joined
 from frugal.planning.sharding import Sharing
 from frugal.planning.simulated_model import PHASES, Built, Parts, Phase, Shape, Subject
-from frugal.planning.skeleton import Part, layer_count, layer_counts, with_layers
+from frugal.planning.skeleton import layer_count, layer_counts, with_layers
 
 __all__ = ["PHASES", "Peak", "Phase", "Shape", "Simulation", "TokenLine"]
 
@@ -54,7 +55,7 @@ class Simulation(Subject):
         """The phase as a function of the tokens, from two shapes with the same number of rows."""
         return TokenLine(one.tokens, other.tokens, self.sites(phase, one), self.sites(phase, other))
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[LoadedTensor]:
         """The tensors that loading handles; with short models, those of the longer one."""
         return self.built(self.counts[-1]).fake.parts
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from frugal.errors import MemoryBudgetError
 from frugal.memory.checkpointing import CheckpointHandle, Policy, apply_activation_checkpointing
-from frugal.models.fused import FrugalGatedMLP
+from frugal.models.modules.fused import FrugalGatedMLP
 from frugal.training.job import Job
 
 SMALL_LOSS_CHUNK = 64

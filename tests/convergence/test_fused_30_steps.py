@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ from safetensors.torch import load_file
 from frugal.files import read_json
 from frugal.run.train import train
 from frugal.training.log import read_log
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
-import runs
+from tests.support import runs
 
 STEPS = 30
 

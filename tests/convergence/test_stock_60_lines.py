@@ -7,7 +7,6 @@ is done twice and apart: rendering and masking, adapters, loss, accumulation, cl
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from frugal.data import step_batches
 from frugal.run.train import train
 from frugal.training.log import read_log
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
-import runs
+from tests.support import runs
 
 STEPS, RATE = 20, 1e-3
 

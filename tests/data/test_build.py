@@ -15,7 +15,7 @@ from frugal.data.measure import SetCount
 from frugal.data.tokenize import TextEncoder
 from frugal.data.truncate import fit
 from frugal.errors import DataError, UnsupportedError
-from tests.data.toy import byte_tokenizer, make_tokenizer, section, write_rows
+from tests.support.rows import byte_tokenizer, make_tokenizer, section, write_rows
 
 
 def _text(tokenizer: Any, ids: np.ndarray) -> str:

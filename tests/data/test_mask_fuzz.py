@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from frugal.data import Example, Message, encode_prompt
-from tests.data.toy import CHATML, byte_tokenizer, prepare
+from tests.support.rows import CHATML, byte_tokenizer, prepare
 
 TRIMS = CHATML.replace("message['content']", "message['content'] | trim")
 THINKS = (

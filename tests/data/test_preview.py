@@ -13,7 +13,7 @@ from rich.console import Console
 
 from frugal.data import PreviewData, build, preview_rows, render_preview, write_preview_html
 from frugal.data.preview import histogram
-from tests.data.toy import byte_tokenizer, section, write_rows
+from tests.support.rows import byte_tokenizer, section, write_rows
 
 TURNS = [{"role": "user", "content": "a [b] <c>"}, {"role": "assistant", "content": "X é🙂 & \x1b[31m"}]
 

@@ -10,7 +10,7 @@ import pytest
 from frugal.data import build, sandbox
 from frugal.data.sandbox import CompiledTemplate, TemplateLimit, TemplateRefused, cut_generation_marks
 from frugal.errors import DataError
-from tests.data.toy import byte_tokenizer, section, write_rows
+from tests.support.rows import byte_tokenizer, section, write_rows
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}"
 

@@ -14,7 +14,7 @@ from frugal.data.spans import render_chat
 from frugal.data.templates import portable
 from frugal.data.types import Message
 from frugal.errors import ConfigError
-from tests.data.toy import byte_tokenizer, chat, prepare, section, trained_texts, write_rows
+from tests.support.rows import byte_tokenizer, chat, prepare, section, trained_texts, write_rows
 
 NEEDED = sorted({token for named in TEMPLATES.values() for token in named.needs} | {"<s>", "</s>"})
 TEXTS = {

@@ -12,7 +12,7 @@ import pytest
 
 from frugal.data import build, worker
 from frugal.errors import DataError
-from tests.data.toy import byte_tokenizer, section, write_rows
+from tests.support.rows import byte_tokenizer, section, write_rows
 
 ROWS = [
     {

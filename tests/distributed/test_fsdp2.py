@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import cases_fsdp2 as cases
 import pytest
 import torch
-from harness import Outcome, Outcomes, run_cases
-from sharded_runs import Running, Setting, largest_difference, rows, rows_masked_for_some, start
 
 from frugal.training.optim import trainable
+from tests.distributed.ranks import cases_fsdp2 as cases
+from tests.distributed.ranks.harness import Outcome, Outcomes, run_cases
+from tests.distributed.ranks.sharded_runs import Running, Setting, largest_difference, rows, rows_masked_for_some, start
 
 TWO = [
     "same", "masked", "adapters_only", "eight_bit", "host_shards", "tied_with_new_tokens", "trained_head",

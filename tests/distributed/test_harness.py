@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import run_cases
+
+from tests.distributed.ranks.harness import run_cases
 
 
 def test_cases_are_independent(tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from harness import ROOT
-from launched_runs import ENVIRONMENT, WITH_DEEPSPEED, Runs, accelerate_launch, launched, same, torchrun
 from safetensors.torch import load_file
 
 from frugal.checkpoints.write import find_latest
@@ -24,6 +22,16 @@ from frugal.exports.merge import merge
 from frugal.files import read_json
 from frugal.run.train import train
 from frugal.training.log import read_log
+from tests.distributed.ranks.harness import ROOT
+from tests.distributed.ranks.launched_runs import (
+    ENVIRONMENT,
+    WITH_DEEPSPEED,
+    Runs,
+    accelerate_launch,
+    launched,
+    same,
+    torchrun,
+)
 
 STRATEGIES = ["ddp", "fsdp2", *(pytest.param(name, marks=WITH_DEEPSPEED) for name in ("zero2", "zero3"))]
 

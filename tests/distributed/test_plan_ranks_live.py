@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases_plan import settings
-from harness import Outcome, run_cases
 from transformers import AutoConfig
 
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection
@@ -17,6 +15,8 @@ from frugal.ops.planned import PlannedDevice
 from frugal.planning.sharding import Sharing, units_of
 from frugal.planning.simulate import Simulation
 from frugal.planning.simulated_model import Shape
+from tests.distributed.ranks.cases_plan import settings
+from tests.distributed.ranks.harness import Outcome, run_cases
 
 
 @pytest.fixture(scope="module")

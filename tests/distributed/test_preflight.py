@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import Outcomes, run_cases
+
+from tests.distributed.ranks.harness import Outcomes, run_cases
 
 TRAPS = {
     "whole_codes": "was to be cut over 2 processes, but this one holds",

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT
-from launched_runs import WITH_DEEPSPEED, accelerate_launch, launched
 from safetensors.torch import load_file
 
 from frugal.config import load_config
 from frugal.exports.merge import merge
 from frugal.run.train import train
+from tests.distributed.ranks.harness import ROOT
+from tests.distributed.ranks.launched_runs import WITH_DEEPSPEED, accelerate_launch, launched
 
 pytestmark = pytest.mark.model
 CONFIG = ROOT / "configs" / "quickstart.yaml"

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import runs
-from harness import Outcomes, run_cases
 
 from frugal.checkpoints.write import find_latest
+from tests.distributed.ranks.harness import Outcomes, run_cases
+from tests.support import runs
 
 LOST = {
     "first": (15, "process 0 of 2"),

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Outcomes, run_cases
-from resumed_runs import STEPS, config, go_on_from
-from runs import write_rows
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from frugal.run.train import train
 from frugal.training.log import read_log
+from tests.distributed.ranks.harness import Outcomes, run_cases
+from tests.distributed.ranks.resumed_runs import STEPS, config, go_on_from
+from tests.support.runs import write_rows
 
 TWO = ["fsdp2", "fsdp2_again", "one_to_two", "adapters_only", "to_ddp", "eight_bit", "eight_bit_again", "blocks"]
 ADAPTER = "adapter_model.safetensors"

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import ROOT
-from launched_runs import ENVIRONMENT, Runs, same
+
+from tests.distributed.ranks.harness import ROOT
+from tests.distributed.ranks.launched_runs import ENVIRONMENT, Runs, same
 
 HOSTS = {"frugal-test-a": ("fgtest-a", "10.213.7.1"), "frugal-test-b": ("fgtest-b", "10.213.7.2")}
 

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Outcome, Outcomes, run_cases
 from safetensors.torch import load_file
-from sharded_runs import Running, Setting, largest_difference, rows, rows_masked_for_some, start
+
+from tests.distributed.ranks.harness import Outcome, Outcomes, run_cases
+from tests.distributed.ranks.sharded_runs import Running, Setting, largest_difference, rows, rows_masked_for_some, start
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed: pip install deepspeed", allow_module_level=True)
 if shutil.which("c++") is None:
     pytest.skip("DeepSpeed on a CPU compiles an operation and there is no C++ compiler", allow_module_level=True)
 
-import cases_zero as cases
-
-from frugal.checkpoints.tensors import read_tensors, write_tensors
 from frugal.distributed.optimizer_state import OptimizerState, load_optimizer_state, optimizer_state
+from frugal.tensor_files import read_tensors, write_tensors
 from frugal.training.job import LoopState
+from tests.distributed.ranks import cases_zero as cases
 
 pytestmark = pytest.mark.timeout(1200)  # the first launch compiles an operation, and may share its cores
 

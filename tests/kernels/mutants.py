@@ -22,7 +22,7 @@ from pathlib import Path
 
 os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
-from attention_mutants import ATTENTION_MUTANTS
+from tests.kernels.attention_mutants import ATTENTION_MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240  # of CPU time for one fault: a kernel that never ends is caught too, a busy machine catches nothing
@@ -156,7 +156,6 @@ def passes(folder: Path, tests: str, file: str) -> bool:
         code = 1
         try:
             os.chdir(folder)
-            sys.path.insert(0, str(folder))
             sys.dont_write_bytecode = True
             import pytest
 
@@ -172,7 +171,7 @@ def passes(folder: Path, tests: str, file: str) -> bool:
             ]
             with redirect_stdout(io.StringIO()):
                 code = int(pytest.main([path, "-x", "-q", "--confcutdir", str(Path(path).parent), "-p", "no:cacheprovider",
-                                        "-p", "no:xdist", *(select if tests == "real_sizes" else [])]))  # fmt: skip
+                                        "-p", "no:xdist", "--rootdir", str(folder), "-o", f"pythonpath={folder}", *(select if tests == "real_sizes" else [])]))  # fmt: skip
         finally:
             os._exit(code)
     return os.waitpid(child, 0)[1] == 0

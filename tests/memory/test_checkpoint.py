@@ -1,4 +1,4 @@
-"""Activation checkpointing: equal results (combinations: tests/cases/test_G03.py), exact storage, what is kept."""
+"""Activation checkpointing: equal results, exact storage, what is kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from frugal.memory.scratch import ScratchFile
 from frugal.ops import recompute
 from frugal.planning.host import Sizes, host_bytes
 from tests.conftest import make_llama
-from tests.memory.tools import assert_same, batch, gradients, lora_model
+from tests.support.lora import assert_same, batch, gradients, lora_model
 
 
 def test_equals_transformers_own_checkpointing() -> None:
