@@ -5,5 +5,9 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["frugal", "frugal.*"]), "frugal.configs"],
     package_dir={"frugal.configs": "configs"},
-    package_data={"frugal.config": ["foreign_keys.yaml"], "frugal.configs": ["*.yaml", "accelerate/*.yaml"]},
+    package_data={
+        "frugal.config": ["foreign_keys.yaml"],
+        "frugal.configs": ["*.yaml", "accelerate/*.yaml"],
+        "frugal.web": ["templates/*.jinja"],
+    },
 )

@@ -19,6 +19,11 @@ def gib(n_bytes: float) -> str:
     return f"{n_bytes / GIB:,.2f} GiB"
 
 
+def nominal_gib(n_bytes: float) -> str:
+    """Format the size of a device as it is sold: `24 GiB`, `11.5 GiB`."""
+    return f"{n_bytes / GIB:.4g} GiB"
+
+
 def disk_size(n_bytes: float) -> str:
     """Format a file size in decimal units: `812 bytes`, `3.2 GB`."""
     for unit in ("bytes", "kB", "MB", "GB"):

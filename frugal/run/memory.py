@@ -19,12 +19,12 @@ from frugal.memory.checkpointing import CheckpointHandle
 from frugal.memory.pressure import is_out_of_memory
 from frugal.planning.inputs import Planned
 from frugal.planning.planner import Plan, Planner
-from frugal.planning.show import gb
 from frugal.planning.simulated_model import Policy, Shape
 from frugal.training.job import Job
 from frugal.training.oom_fallback import Ladder
 from frugal.training.schedule import StepOrder, TrainPlan
 from frugal.training.warmup_step import ProbeResult, longest_first, longest_micro_batch, run_probe
+from frugal.units import gib
 
 CPU_SHARE = 0.5
 """Of the memory that is available on a machine without a GPU: other programs live there too."""
@@ -124,7 +124,7 @@ def _advice(config: Config, found: Forecast) -> str:
     spare = plan.budget_bytes - rest
     if spare <= 0:
         return (
-            f"Weights, adapter and optimizer alone take {gb(rest)} of {gb(plan.budget_bytes)}: a smaller model or "
+            f"Weights, adapter and optimizer alone take {gib(rest)} of {gib(plan.budget_bytes)}: a smaller model or "
             "rank, model.quantize: nf4, or a larger memory.budget."
         )
     tokens = max(8, int(plan.shape.tokens * spare / max(grown, 1)))
@@ -152,18 +152,18 @@ def measured_lines(found: Forecast, result: ProbeResult, taken: list[str]) -> li
     if found.plan is None:
         return [
             found.reason,
-            f"measured: {gb(result.step_bytes)} at the longest micro-batch ({result.tokens:,} tokens)",
+            f"measured: {gib(result.step_bytes)} at the longest micro-batch ({result.tokens:,} tokens)",
         ]
     expected = found.plan.phases["steady_step"].bytes
     difference = f"{result.step_bytes / expected - 1:+.1%}" if not taken else "after the changes above"
     shown = [
-        f"memory of the longest micro-batch ({result.tokens:,} tokens): forecast {gb(expected)}, "
-        f"measured {gb(result.step_bytes)} ({difference})"
+        f"memory of the longest micro-batch ({result.tokens:,} tokens): forecast {gib(expected)}, "
+        f"measured {gib(result.step_bytes)} ({difference})"
     ]
     if result.eval_bytes and "evaluation" in found.plan.phases:
         foreseen = found.plan.phases["evaluation"].bytes
-        shown.append(f"  evaluation: forecast {gb(foreseen)}, measured {gb(result.eval_bytes)}")
+        shown.append(f"  evaluation: forecast {gib(foreseen)}, measured {gib(result.eval_bytes)}")
     if result.save_bytes:
         foreseen = found.plan.phases["save"].bytes
-        shown.append(f"  checkpoint: forecast {gb(foreseen)}, measured {gb(result.save_bytes)}")
+        shown.append(f"  checkpoint: forecast {gib(foreseen)}, measured {gib(result.save_bytes)}")
     return shown

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from frugal.config import Config, dump_yaml
+from frugal.console import say
 from frugal.data import PreparedData
 from frugal.device import Device, DtypeChoice
 from frugal.distributed import group as ranks
@@ -27,12 +28,12 @@ from frugal.models.resolve import ResolvedModel, base_fingerprint
 from frugal.ops.choice import choices
 from frugal.ops.table import PARAMETER_OPS
 from frugal.run.memory import Forecast, measured_lines
+from frugal.run.progress import Reporter
+from frugal.run.summary import TrainResult, summary_lines
+from frugal.run.trackers import Trackers
 from frugal.training.log import TrainLog
 from frugal.training.oom_fallback import Ladder
-from frugal.training.progress import Reporter, say
 from frugal.training.schedule import TrainPlan
-from frugal.training.summary import TrainResult, summary_lines
-from frugal.training.trackers import Trackers
 from frugal.training.warmup_step import ProbeResult
 from frugal.web.report import write_report
 

@@ -1,4 +1,4 @@
-"""One training run, top to bottom, one line a hop; and the two that look without training: preview and evaluate."""
+"""One training run, top to bottom, one line a hop."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ import torch
 
 from frugal.checkpoints.lock import hold
 from frugal.checkpoints.resume import check_plan, data_fingerprint, starting_point
-from frugal.checkpoints.run_folder import open_run
 from frugal.checkpoints.write import load_checkpoint
 from frugal.checkpoints.writer import CheckpointWriter, put_adapter, restore, side_files
-from frugal.config import Config, SourceSection, load_config
-from frugal.data import PreviewData, build, preview_rows, render_preview, write_preview_html
+from frugal.config import Config, load_config
+from frugal.console import say
 from frugal.device import resolve_dtype
 from frugal.distributed import group as ranks
 from frugal.distributed.launch import check_group, read_launch, unused_gpus
 from frugal.distributed.sanity_checks import preflight
-from frugal.errors import ConfigError, MemoryBudgetError
+from frugal.errors import MemoryBudgetError
 from frugal.exports.final import save_final
-from frugal.inference.chat import load_run
 from frugal.memory.checkpointing import apply_activation_checkpointing
-from frugal.models.attention import use_attention
 from frugal.models.tokenizer import rows_needed, zero_embedding_rows
 from frugal.ops.choice import check_attention
 from frugal.run.memory import forecast, limit_allocator, make_planner, probe, start_ladder
@@ -41,19 +38,17 @@ from frugal.run.steps import (
     prepare_data,
     silent,
 )
+from frugal.run.summary import TrainResult, summarise
+from frugal.run.trackers import check_trackers
 from frugal.training.device import device_of, make_accelerator
-from frugal.training.evaluate import evaluate_rows
 from frugal.training.in_backward import place_of_step
 from frugal.training.job import Hooks, Job, LoopState
 from frugal.training.loop import train_loop
 from frugal.training.loss import LossModule
 from frugal.training.optim import build_optimizer, trainable
-from frugal.training.progress import safe_console, say
 from frugal.training.randomness import seed_step_noise
 from frugal.training.schedule import StepOrder, make_plan, rate_factor
 from frugal.training.signals import StopRequest
-from frugal.training.summary import TrainResult, summarise
-from frugal.training.trackers import check_trackers
 
 Source = Config | Mapping[str, object] | str | Path
 
@@ -200,49 +195,3 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         )
         record.finished(result)
     return result
-
-
-def preview(config: Source, *, html: str | Path | None = None, rows: int = 5) -> PreviewData:
-    """Show the first ``rows`` rows as they will be trained: trained tokens coloured, counts, lengths, answers' ends.
-
-    Printed, or written to ``html``. Loads the tokenizer, no weights.
-    """
-    config = load_config(config)
-    base = open_base(config)
-    tokenizer = open_tokenizer(config, base)
-    table = rows_needed(tokenizer, base.config())
-    shown = preview_rows(config.data, tokenizer, seed=config.train.seed, vocab_size=table, rows=rows)
-    if html is not None:
-        write_preview_html(shown, Path(html))
-    else:
-        safe_console().print(render_preview(shown))
-    return shown
-
-
-def evaluate(run: str | Path, *, data: str | Path | None = None) -> dict[str, float]:
-    """Token-mean loss and perplexity of a trained run on its evaluation rows, or on the rows of the file ``data``.
-
-    Returns `loss`, `perplexity`, `tokens` (targets) and `rows`. Holds no logits.
-    """
-    config = open_run(run).config
-    if config is None:
-        raise ConfigError(f"{run} has no config.yaml, so it is not known how rows are rendered. Give a run's folder.")
-    section = config.data
-    if data is not None:
-        section = section.model_copy(update={"train": [SourceSection(path=str(data))], "eval": [], "eval_split": 0.0})
-    loaded = load_run(run)
-    table = loaded.model.get_input_embeddings().weight.shape[0]
-    prepared = build(section, loaded.tokenizer, seed=config.train.seed, vocab_size=table)
-    rows = prepared.train if data is not None else prepared.eval
-    if rows is None or len(rows) == 0:
-        raise ConfigError(f"{run} was trained without evaluation rows. Name a file: frugal eval {run} --data FILE.")
-    attention = use_attention(loaded.model.get_base_model())
-    result = evaluate_rows(
-        LossModule(loaded.model, chunk_tokens=config.memory.loss_chunk_tokens),
-        rows,
-        batch_size=config.train.per_device_eval_batch_size,
-        pad_id=loaded.tokenizer.pad_token_id or 0,
-        flat=attention.name == "frugal" or config.data.packing,
-        device=loaded.device.torch_device,
-    )
-    return {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens, "rows": result.rows}

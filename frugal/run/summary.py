@@ -11,8 +11,8 @@ import torch
 from frugal.training.evaluate import perplexity
 from frugal.training.job import LoopState
 from frugal.training.loop import peak_memory_bytes
-from frugal.training.progress import duration
 from frugal.training.schedule import TrainPlan
+from frugal.units import gib, seconds
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _one_line(text: str, longest: int = 160) -> str:
 def summary_lines(result: TrainResult, samples: list[dict[str, str]]) -> list[str]:
     """The closing summary, one string a line."""
     steps = "step" if result.steps == 1 else "steps"
-    lines = ["", f"Trained {result.steps} {steps} ({result.epochs:.2f} epochs) in {duration(result.seconds)}."]
+    lines = ["", f"Trained {result.steps} {steps} ({result.epochs:.2f} epochs) in {seconds(result.seconds)}."]
     if result.final_loss is not None:
         lines.append(f"  loss of the last step   {result.final_loss:.4f}")
     if result.eval_loss is not None and result.eval_loss_before is not None:
@@ -73,7 +73,7 @@ def summary_lines(result: TrainResult, samples: list[dict[str, str]]) -> list[st
             f"  held-out loss           {before:.4f} -> {after:.4f} "
             f"(perplexity {perplexity(before):.2f} -> {perplexity(after):.2f})"
         )
-    lines.append(f"  peak memory             {result.peak_memory_bytes / 2**30:.2f} GiB")
+    lines.append(f"  peak memory             {gib(result.peak_memory_bytes)}")
     for sample in samples:
         lines.append("")
         lines += [f"  {name:<6}  {_one_line(sample.get(key, ''))}" for name, key in _SAMPLE]
