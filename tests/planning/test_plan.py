@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from frugal.cli.main import app
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection, load_config
-from frugal.config.sizes import parse_size
 from frugal.errors import ConfigError, ModelError
 from frugal.gpus import GPUS, find_gpu
 from frugal.ops.planned import PlannedDevice
@@ -25,6 +24,7 @@ from frugal.planning.show import lines
 from frugal.planning.simulate import PHASES, MemorySimulator, Shape
 from frugal.planning.skeleton import layer_counts, with_layers
 from frugal.planning.sweep import solve, sweep
+from frugal.units import parse_size
 
 SIZES: dict[str, Any] = {
     "vocab_size": 2000,
