@@ -164,7 +164,7 @@ def merge(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a 16-bit model with the adapter merged in."""
-    report = imported("frugal.exports.merge", "merge")(
+    report = imported("frugal.exports.registry", "merge")(
         run,
         out,
         weights=base_weights,
