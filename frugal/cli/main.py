@@ -30,8 +30,8 @@ from frugal.cli.options import (
 )
 from frugal.cli.plan import plan
 from frugal.config import config_schema, dump_yaml, load_config
+from frugal.config.docs import config_page
 from frugal.config.shipped import copy_config, launch_configs, shipped_config, shipped_configs, summary
-from frugal.config.write import config_page
 from frugal.errors import ConfigError
 from frugal.files import write_text
 

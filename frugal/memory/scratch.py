@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from frugal.errors import MemoryBudgetError
-from frugal.memory.regions import Regions
+from frugal.memory.space import Regions
 from frugal.units import disk_size
 
 

@@ -13,13 +13,12 @@ from huggingface_hub import errors as hub
 from transformers import AutoConfig
 
 from frugal.assets import is_known
-from frugal.config.sizes import parse_size
 from frugal.device import Device, DtypeChoice, probe, resolve_dtype
 from frugal.errors import ModelError, UnsupportedError
 from frugal.gpus import find_gpu
 from frugal.ops.planned import PlannedDevice
 from frugal.planning.architectures import architectures, known_architecture
-from frugal.units import nominal_gib
+from frugal.units import nominal_gib, parse_size
 
 
 @dataclass(frozen=True)

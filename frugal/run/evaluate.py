@@ -10,8 +10,8 @@ from frugal.data import build
 from frugal.errors import ConfigError
 from frugal.inference.load import load_run
 from frugal.models.attention import use_attention
+from frugal.objectives import LossModule, make_objective
 from frugal.training.evaluate import evaluate_rows
-from frugal.training.loss import LossModule
 
 
 def evaluate(run: str | Path, *, data: str | Path | None = None) -> dict[str, float]:
@@ -32,12 +32,14 @@ def evaluate(run: str | Path, *, data: str | Path | None = None) -> dict[str, fl
     if rows is None or len(rows) == 0:
         raise ConfigError(f"{run} was trained without evaluation rows. Name a file: frugal eval {run} --data FILE.")
     attention = use_attention(loaded.model.get_base_model())
+    objective = make_objective(
+        pad_id=loaded.tokenizer.pad_token_id or 0, flat=attention.value == "frugal" or config.data.packing
+    )
     result = evaluate_rows(
-        LossModule(loaded.model, chunk_tokens=config.memory.loss_chunk_tokens),
+        LossModule(loaded.model, objective, chunk_tokens=config.memory.loss_chunk_tokens),
         rows,
+        objective,
         batch_size=config.train.per_device_eval_batch_size,
-        pad_id=loaded.tokenizer.pad_token_id or 0,
-        flat=attention.name == "frugal" or config.data.packing,
         device=loaded.device.torch_device,
     )
-    return {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens, "rows": result.rows}
+    return {**result.metrics, "tokens": result.tokens, "rows": result.rows}

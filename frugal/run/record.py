@@ -32,9 +32,9 @@ from frugal.run.progress import Reporter
 from frugal.run.summary import TrainResult, summary_lines
 from frugal.run.trackers import Trackers
 from frugal.training.log import TrainLog
-from frugal.training.oom_fallback import Ladder
+from frugal.training.oom_fallback import OutOfMemoryFallback
 from frugal.training.schedule import TrainPlan
-from frugal.training.warmup_step import ProbeResult
+from frugal.training.warmup_step import WarmupResult
 from frugal.web.report import write_report
 
 
@@ -128,7 +128,7 @@ class RunRecord:
         for line in [*loaded.report.lines(), *loaded.adapter_lines]:
             self.say(line)
         self.manifest.add("load", loaded.report.as_dict())
-        self.manifest.choose("attention", loaded.attention.name, why=loaded.attention.reason)
+        self.manifest.decide(loaded.attention)
         for kind, choice in loaded.attention.by_layer.items():
             self.manifest.choose(f"attention, {kind} layers", choice.name, why=choice.reason, rejected=choice.rejected)
         if loaded.replacements is None:
@@ -140,15 +140,15 @@ class RunRecord:
             self.say(f"fused modules: {replaced}, left as they are: {kept} (manifest.json says why)")
         self.manifest.choose("loss", "chunked, no logits" if head.exact else "stock logits", why=head.reason)
 
-    def memory(self, foreseen: Forecast, measured: ProbeResult, ladder: Ladder) -> None:
+    def memory(self, foreseen: Forecast, measured: WarmupResult, fallback: OutOfMemoryFallback) -> None:
         """Note forecast and measured peak side by side, and what an out-of-memory changed."""
         if not self.first:
             return
-        self.manifest.choose("activation checkpointing", ladder.handle.policy, why=foreseen.reason)
+        self.manifest.choose("activation checkpointing", fallback.memory.checkpointing.policy, why=foreseen.reason)
         self.manifest.add("forecast", foreseen.plan.to_json() if foreseen.plan is not None else foreseen.reason)
-        self.manifest.add("probe", asdict(measured))
-        self.manifest.add("memory ladder", ladder.taken)
-        for line in measured_lines(foreseen, measured, ladder.taken):
+        self.manifest.add("warm-up step", asdict(measured))
+        self.manifest.add("out-of-memory fallback", fallback.taken)
+        for line in measured_lines(foreseen, measured, fallback.taken):
             self.say(line)
 
     def before(self, wrapped: nn.Module, model: Any, tokenizer: Any, step: int, untrained: list[int]) -> None:

@@ -24,8 +24,9 @@ from frugal.errors import MemoryBudgetError
 from frugal.exports.adapter import save_final
 from frugal.memory.checkpointing import apply_activation_checkpointing
 from frugal.models.tokenizer import rows_needed, zero_embedding_rows
+from frugal.objectives import LossModule, make_objective
 from frugal.ops.choice import check_attention
-from frugal.run.memory import forecast, limit_allocator, make_planner, probe, start_ladder
+from frugal.run.memory import forecast, limit_allocator, make_planner, start_fallback, warm_up
 from frugal.run.record import RunRecord
 from frugal.run.sharing import Loading, asked_engine, share
 from frugal.run.steps import (
@@ -41,14 +42,14 @@ from frugal.run.steps import (
 from frugal.run.summary import TrainResult, summarise
 from frugal.run.trackers import check_trackers
 from frugal.training.device import device_of, make_accelerator
-from frugal.training.in_backward import place_of_step
-from frugal.training.job import Hooks, Job, LoopState
 from frugal.training.loop import train_loop
-from frugal.training.loss import LossModule
+from frugal.training.oom_fallback import MemorySettings
 from frugal.training.optim import build_optimizer, trainable
 from frugal.training.randomness import seed_step_noise
-from frugal.training.schedule import StepOrder, make_plan, rate_factor
+from frugal.training.schedule import StepOrder, lr_lambda, make_plan
+from frugal.training.setup import Hooks, LoopState, TrainSetup
 from frugal.training.signals import StopRequest
+from frugal.training.step import optimizer_in_backward
 
 Source = Config | Mapping[str, object] | str | Path
 
@@ -93,7 +94,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
     check_group(launch, world_size=ranks.world_size(), gpus=gpus)
     dtype = resolve_dtype(config.model.dtype, device)
     check_attention(device.torch_device, dtype.compute, config.memory.attention)
-    step_place = place_of_step(
+    in_backward = optimizer_in_backward(
         config.memory.optimizer_in_backward,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         max_grad_norm=settings.max_grad_norm,
@@ -118,7 +119,8 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             check_plan(checkpoint.folder, checkpoint.state, plan.as_dict(), rows_hash)
         record = cleanup.enter_context(RunRecord(config, run_dir, plan, base, data))
         record.computes_on(device, dtype, ranks.world_size())
-        record.manifest.choose("optimizer step", step_place.name, why=step_place.reason)
+        record.manifest.choose("optimizer step", "inside backward" if in_backward.value else "after backward",
+                               why=in_backward.reason)  # fmt: skip
         grouped = settings.group_by_length and not config.data.packing
         order = StepOrder(data.train.lengths, plan, seed=settings.seed, group_by_length=grouped)
         vocab_size = rows_needed(tokenizer, base.config())
@@ -138,7 +140,12 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         ranks.on_first(lambda: check_disk(config, run_dir, plan, trainable(model)))
         untrained = zero_embedding_rows(model)
 
-        module = LossModule(model, chunk_tokens=config.memory.loss_chunk_tokens, head=loaded.head)
+        objective = make_objective(
+            pad_id=tokenizer.pad_token_id or 0,
+            flat=loaded.attention.value == "frugal" or config.data.packing,
+            label_smoothing=settings.label_smoothing,
+        )
+        module = LossModule(model, objective, chunk_tokens=config.memory.loss_chunk_tokens, head=loaded.head)
         wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), settings))
         checked = preflight(strategy, wrapped, module, optimizer, max_grad_norm=settings.max_grad_norm)
         record.manifest.add("parameter bytes", {"this process": checked.local, "all of it": checked.whole})
@@ -156,7 +163,11 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             run_dir, strategy, model, optimizer, plan, plain, rows_hash, config.output, device.torch_device, lock, tell,
             side_files(tokenizer, base=base.path, config=config), record.base_fingerprint,
         )  # fmt: skip
-        job = Job(
+        memory = MemorySettings(
+            module, settings.per_device_train_batch_size, settings.per_device_eval_batch_size, handle, scratch_dir
+        )
+        cleanup.callback(memory.close)
+        setup = TrainSetup(
             module=module,
             wrapped=wrapped,
             strategy=strategy,
@@ -166,28 +177,26 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             train=settings,
             rows=data.train,
             eval_rows=data.eval if data.eval is not None and len(data.eval) else None,
-            pad_id=tokenizer.pad_token_id or 0,
-            flat=loaded.attention.name == "frugal" or config.data.packing,
-            accelerator=accelerator,
-            rate_factor=rate_factor(settings, plan),
+            device=accelerator.device,
+            lr_lambda=lr_lambda(settings, plan),
+            memory=memory,
             save_steps=config.output.save_steps,
             keep_best=config.output.keep_best,
             loss_scaling=dtype.loss_scaling,
-            step_in_backward=step_place.in_backward,
+            step_in_backward=in_backward.value,
         )
-        ladder = start_ladder(config, job, handle, scratch_dir, foreseen, record.say)
-        cleanup.callback(ladder.close)
+        fallback = start_fallback(memory, foreseen, record.say)
         if state.step < plan.total_steps:
             rehearse = partial(writer.rehearse, state)
-            record.memory(foreseen, probe(config, job, ladder, first_step=state.step, save=rehearse), ladder)
+            record.memory(foreseen, warm_up(config, setup, fallback, first_step=state.step, save=rehearse), fallback)
         record.begin(accelerator, state.step)
         with StopRequest(record.say) as stop, ranks.guarded():
-            state = train_loop(job, Hooks(record.step, writer.save, stop, ladder.next), state)
+            state = train_loop(setup, Hooks(record.step, writer.save, stop, fallback.next), state)
 
         kept_best = config.output.keep_best and state.best_step is not None
         if kept_best:
             put_adapter(strategy, model, run_dir / f"checkpoint-{state.best_step}")
-        result = summarise(run_dir, state, plan, kept_best=kept_best, device=device.torch_device)
+        result = summarise(run_dir, state, plan, objective, kept_best=kept_best, device=device.torch_device)
         card = record.after(wrapped, model, tokenizer, result)
         adapter, known = strategy.full_adapter(model), record.base_fingerprint
         ranks.on_first(
