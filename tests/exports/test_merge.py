@@ -137,7 +137,7 @@ def test_a_failure_leaves_nothing(tiny_llama_folder: Path, tmp_path: Path, monke
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("frugal.exports.base.shutil.disk_usage", lambda folder: usage)
     (tmp_path / "run" / "tokenizer.json").write_bytes((tiny_llama_folder / "tokenizer.json").read_bytes())
-    with pytest.raises(CheckpointError, match="1.0 kB free"):
+    with pytest.raises(CheckpointError, match=r"1\.0 kB free"):
         merge(tmp_path / "run", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
