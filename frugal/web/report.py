@@ -143,7 +143,7 @@ def _memory(manifest: Mapping[str, Any]) -> Rows:
     """Bars: measured beside forecast for the phases of the warm-up step, then peaks of the whole run."""
     phases = _mapping(_mapping(_mapping(manifest.get("forecast")).get("device")).get("phases"))
     measured = _numbers(manifest.get("probe"))
-    kind = "allocator" if _mapping(manifest.get("device")).get("kind") == "cuda" else "process, libraries included"
+    kind = "allocator" if _mapping(manifest.get("device")).get("kind") == "cuda" else "process with its libraries"
     found: list[tuple[str, list[tuple[float, str, str]]]] = []
     for phase, (label, key) in _MEASURED.items():
         peak, forecast = measured.get(key, 0.0), _mapping(phases.get(phase)).get("bytes")
