@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
-from frugal.data.account import Account
 from frugal.data.preview import PreviewData, ShownRow, histogram
+from frugal.data.report import DataReport
 from frugal.files import write_text
 
 _STYLE = """
@@ -76,7 +76,7 @@ def preview_html(preview: PreviewData) -> str:
     )
     parts += [_row(row) for row in preview.rows]
     parts.append(_bars(preview))
-    parts.append(_account(preview.account))
+    parts.append(_account(preview.report))
     return "\n".join(parts) + "\n</body></html>\n"
 
 
@@ -115,8 +115,8 @@ def _bars(preview: PreviewData) -> str:
     return f'{head}<div class="bars">{bars}</div>'
 
 
-def _account(account: Account) -> str:
-    parts = ["<h2>Account</h2>"]
+def _account(report: DataReport) -> str:
+    parts = ["<h2>DataReport</h2>"]
     parts.append(
         _table(
             ["part", "source", "format", "read", "usable", "held out", "weight", "taken"],
@@ -131,18 +131,18 @@ def _account(account: Account) -> str:
                     f"{source.weight:g}",
                     source.rows_taken,
                 ]
-                for source in account.sources
+                for source in report.sources
             ],
         )
     )
-    if account.drops:
-        rows = [[drop.part, drop.reason, drop.first, drop.rows, drop.tokens] for drop in account.drops]
+    if report.drops:
+        rows = [[drop.part, drop.reason, drop.first, drop.rows, drop.tokens] for drop in report.drops]
         parts.append(_table(["part", "left out because", "first", "rows", "tokens"], rows))
-    if account.figures:
-        names = list(dict.fromkeys(name for counts in account.figures.values() for name in counts))
-        rows = [[part, *(counts.get(name, "") for name in names)] for part, counts in account.figures.items()]
+    if report.figures:
+        names = list(dict.fromkeys(name for counts in report.figures.values() for name in counts))
+        rows = [[part, *(counts.get(name, "") for name in names)] for part, counts in report.figures.items()]
         parts.append(_table(["part", *(name.replace("_", " ") for name in names)], rows))
-    parts += [f'<p class="soft">{_text(note)}</p>' for note in account.notes]
+    parts += [f'<p class="soft">{_text(note)}</p>' for note in report.notes]
     return "\n".join(parts)
 
 

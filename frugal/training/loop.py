@@ -85,7 +85,7 @@ def _one_step(
     begun = time.perf_counter()
     rows = job.order.rows_of(state.step)
     # known from the data, on every rank alike: the one division of the whole window, over micro-batches and ranks
-    targets = int(job.rows.supervised[rows].sum())
+    targets = int(job.rows.num_targets[rows].sum())
     if targets == 0:
         raise AssertionError(f"step {state.step}: rows without targets reached the loop: {rows}")
     rate = set_rate(job.optimizer, job.rate_factor(state.step))
