@@ -28,7 +28,7 @@ from frugal.models.attention import use_attention
 from frugal.models.load import load_base
 from frugal.models.replacement import replace_modules
 from frugal.models.resolve import resolve_base
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule
 
 MODEL = "smollm2-135m-instruct"
 RANK = 16

@@ -28,7 +28,7 @@ from frugal.memory.meter import LiveBytesMeter
 from frugal.models.attention import register, use_attention
 from frugal.models.replacement import replace_modules
 from frugal.models.skeleton import build_meta, fill_buffers, insert_nf4, linear_kinds
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule
 
 RANK, ALPHA = 32, 64
 SIDES = ("frugal", "peer", "liger")

@@ -25,9 +25,9 @@ from frugal.distributed.strategy import Strategy
 from frugal.errors import CheckpointError
 from frugal.files import write_text
 from frugal.tensor_files import read_tensors
-from frugal.training.job import LoopState
 from frugal.training.randomness import rng_state, seed_step_noise, set_rng_state
 from frugal.training.schedule import TrainPlan
+from frugal.training.setup import LoopState
 
 
 @dataclass

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from frugal.data.encode import encode_prompt
     from frugal.data.pipeline import PreparedData, build
     from frugal.data.preview import PreviewData, preview_rows, render_preview
-    from frugal.data.preview_html import write_preview_html
     from frugal.data.report import DataReport
     from frugal.data.rows import Example, Message, TokenRow
 
@@ -33,7 +32,6 @@ _HOME = {
     "encode_prompt": "encode",
     "preview_rows": "preview",
     "render_preview": "preview",
-    "write_preview_html": "preview_html",
 }
 
 __all__ = [
@@ -52,7 +50,6 @@ __all__ = [
     "encode_prompt",
     "preview_rows",
     "render_preview",
-    "write_preview_html",
 ]
 
 

@@ -28,7 +28,7 @@ import platformdirs
 import torch
 from filelock import FileLock
 
-from frugal.config.models import DataSection
+from frugal.config import DataSection
 from frugal.data.dataset import DatasetCounts, TokenDataset
 from frugal.data.encode import RowEncoder
 from frugal.data.rows import Example

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from frugal.config.models import DataSection
+from frugal.config import DataSection
 from frugal.data.answer_ends import EndCount
 from frugal.data.encode import EncodedRow
 from frugal.data.report import DataReport

@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from frugal.config.models import DataSection
+from frugal.config import DataSection
 from frugal.data.answer_ends import EndCount, TemplateReport, template_report
 from frugal.data.dataset import where
 from frugal.data.encode import EncodedRow, RowEncoder

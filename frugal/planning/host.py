@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from frugal.memory.offload import SLAB_BYTES
-from frugal.memory.regions import Regions
+from frugal.memory.space import Regions
 from frugal.models.materialize import LoadedTensor
 from frugal.planning.overhead import PROCESS_BYTES
 

@@ -18,11 +18,11 @@ from frugal.models.equivalence import PROBE_ROWS, PROBE_TOKENS, PROOF_TOKENS
 from frugal.ops.planned import planning_for
 from frugal.planning.allocation_sites import Peak
 from frugal.planning.sharding import Sharing
-from frugal.planning.simulate import Simulation
-from frugal.planning.simulated_model import Built
+from frugal.planning.simulate import MemorySimulator
+from frugal.planning.simulated_model import SimulatedModel
 
 
-def load_peak(sim: Simulation) -> Peak:
+def load_peak(sim: MemorySimulator) -> Peak:
     """Peak on one rank's device.
 
     The tensor that takes most beside its place is, at worst, the last. A base that is cut arrives layer by layer: of
@@ -44,7 +44,7 @@ def _cut(sharing: Sharing) -> int:
     return others + units.layer + units.embedding + units.head + units.root + units.buffers
 
 
-def proofs(sim: Simulation) -> tuple[int, int]:
+def proofs(sim: MemorySimulator) -> tuple[int, int]:
     """Bytes that exist while attention is proven, before adapters are there, and while an MLP's replacement is."""
     stock = sim.stock().built(sim.counts[0])
     rows, length = PROBE_ROWS, PROBE_TOKENS
@@ -66,7 +66,7 @@ def proofs(sim: Simulation) -> tuple[int, int]:
     return of_attention, max(_transient(built, lambda b=built: _run_mlp(b)) for built in (stock, fused))  # type: ignore[misc]
 
 
-def _run_mlp(built: Built) -> None:
+def _run_mlp(built: SimulatedModel) -> None:
     layer: Any = next(iter(decoder_layers(built.module).values()))
     mlp = getattr(layer, "mlp", None)
     if mlp is None:
@@ -78,7 +78,7 @@ def _run_mlp(built: Built) -> None:
     torch.autograd.grad(y, [x, *trained], torch.zeros_like(y), allow_unused=True)
 
 
-def _transient(built: Built, action: Callable[[], None]) -> int:
+def _transient(built: SimulatedModel, action: Callable[[], None]) -> int:
     with planning_for(built.subject.device), built.mode:
         built.module.eval()
         meter = LiveBytesMeter(built.module, detail=True)

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from frugal.config import Config, dump_yaml
+from frugal.console import say
 from frugal.data import PreparedData
 from frugal.device import Device, DtypeChoice
 from frugal.distributed import group as ranks
@@ -27,13 +28,13 @@ from frugal.models.resolve import ResolvedModel, base_fingerprint
 from frugal.ops.choice import choices
 from frugal.ops.table import PARAMETER_OPS
 from frugal.run.memory import Forecast, measured_lines
+from frugal.run.progress import Reporter
+from frugal.run.summary import TrainResult, summary_lines
+from frugal.run.trackers import Trackers
 from frugal.training.log import TrainLog
-from frugal.training.oom_fallback import Ladder
-from frugal.training.progress import Reporter, say
+from frugal.training.oom_fallback import OutOfMemoryFallback
 from frugal.training.schedule import TrainPlan
-from frugal.training.summary import TrainResult, summary_lines
-from frugal.training.trackers import Trackers
-from frugal.training.warmup_step import ProbeResult
+from frugal.training.warmup_step import WarmupResult
 from frugal.web.report import write_report
 
 
@@ -139,15 +140,15 @@ class RunRecord:
             self.say(f"fused modules: {replaced}, left as they are: {kept} (manifest.json says why)")
         self.manifest.choose("loss", "chunked, no logits" if head.exact else "stock logits", why=head.reason)
 
-    def memory(self, foreseen: Forecast, measured: ProbeResult, ladder: Ladder) -> None:
+    def memory(self, foreseen: Forecast, measured: WarmupResult, fallback: OutOfMemoryFallback) -> None:
         """Note forecast and measured peak side by side, and what an out-of-memory changed."""
         if not self.first:
             return
-        self.manifest.choose("activation checkpointing", ladder.handle.policy, why=foreseen.reason)
+        self.manifest.choose("activation checkpointing", fallback.memory.checkpointing.policy, why=foreseen.reason)
         self.manifest.add("forecast", foreseen.plan.to_json() if foreseen.plan is not None else foreseen.reason)
-        self.manifest.add("probe", asdict(measured))
-        self.manifest.add("memory ladder", ladder.taken)
-        for line in measured_lines(foreseen, measured, ladder.taken):
+        self.manifest.add("warm-up step", asdict(measured))
+        self.manifest.add("out-of-memory fallback", fallback.taken)
+        for line in measured_lines(foreseen, measured, fallback.taken):
             self.say(line)
 
     def before(self, wrapped: nn.Module, model: Any, tokenizer: Any, step: int, untrained: list[int]) -> None:

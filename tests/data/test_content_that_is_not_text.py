@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frugal.config.models import SourceSection
+from frugal.config import SourceSection
 from frugal.data.report import DataReport
 from frugal.data.rows import Example
 from frugal.data.sources.mixing import load_examples

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from frugal.config.models import DataSection, SourceSection
+from frugal.config import DataSection, SourceSection
 from frugal.data.report import DataReport, SourceCount
 from frugal.data.sources.mixing import load_examples, load_train_eval
 from frugal.errors import DataError

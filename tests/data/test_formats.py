@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from frugal.config.models import SourceSection
+from frugal.config import SourceSection
 from frugal.data.formats import FORMATS, apply_columns, check_columns, convert, detect_format, wrong_format_advice
 from frugal.data.formats.turns import ROLE_ALIASES
 from frugal.data.rows import Example, Message, RawRow, RowError

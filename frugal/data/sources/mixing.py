@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from frugal.config.models import DataSection, SourceSection
+from frugal.config import DataSection, SourceSection
 from frugal.data.formats import apply_columns, check_columns, convert, detect_format, wrong_format_advice
 from frugal.data.report import DataReport, SourceCount
 from frugal.data.rows import BadRow, Example, RawRow, RowError

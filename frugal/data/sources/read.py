@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import BinaryIO, cast
 
 from frugal.assets import CATALOGUE, DEFAULT_DATA_FILE, fetch, is_known
-from frugal.config.models import SourceSection
+from frugal.config import SourceSection
 from frugal.data.report import DataReport
 from frugal.data.rows import BadRow, RawRow, RowError
 from frugal.data.sources.read_columns import is_hub_id, read_hub, read_parquet, read_saved

@@ -20,7 +20,7 @@ from frugal.models.build import BuiltModel, ModelSpec, build
 from frugal.models.load import load_base
 from frugal.models.replacement import replace_modules
 from frugal.models.resolve import ResolvedModel
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule
 from tests.distributed.ranks.worker import Rank
 
 LORA = LoraSection(r=4, lora_alpha=8)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from frugal.training.evaluate import perplexity
-from frugal.training.job import LoopState
+from frugal.objectives import Objective
 from frugal.training.loop import peak_memory_bytes
-from frugal.training.progress import duration
 from frugal.training.schedule import TrainPlan
+from frugal.training.setup import LoopState
+from frugal.units import gib, seconds
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,35 @@ class TrainResult:
     tokens: int
     seconds: float
     peak_memory_bytes: int
+    eval_metrics_before: dict[str, float] = field(default_factory=dict)
+    """What else the objective says about the evaluation loss before, by name: perplexity."""
+    eval_metrics: dict[str, float] = field(default_factory=dict)
 
 
 def summarise(
-    run_dir: Path, state: LoopState, plan: TrainPlan, *, kept_best: bool, device: torch.device
+    run_dir: Path,
+    state: LoopState,
+    plan: TrainPlan,
+    objective: Objective,
+    *,
+    kept_best: bool,
+    device: torch.device,
 ) -> TrainResult:
     """The result of a finished loop."""
+    before, after = state.first_eval_loss, state.best_eval_loss if kept_best else state.eval_loss
     return TrainResult(
         run_dir=run_dir,
         steps=state.step,
         epochs=plan.epoch_of(state.step),
         final_loss=state.last_loss,
-        eval_loss_before=state.first_eval_loss,
-        eval_loss=state.best_eval_loss if kept_best else state.eval_loss,
+        eval_loss_before=before,
+        eval_loss=after,
         best_step=state.best_step,
         tokens=state.tokens,
         seconds=state.seconds,
         peak_memory_bytes=peak_memory_bytes(device),
+        eval_metrics_before={} if before is None else objective.of_eval_loss(before),
+        eval_metrics={} if after is None else objective.of_eval_loss(after),
     )
 
 
@@ -64,16 +76,17 @@ def _one_line(text: str, longest: int = 160) -> str:
 def summary_lines(result: TrainResult, samples: list[dict[str, str]]) -> list[str]:
     """The closing summary, one string a line."""
     steps = "step" if result.steps == 1 else "steps"
-    lines = ["", f"Trained {result.steps} {steps} ({result.epochs:.2f} epochs) in {duration(result.seconds)}."]
+    lines = ["", f"Trained {result.steps} {steps} ({result.epochs:.2f} epochs) in {seconds(result.seconds)}."]
     if result.final_loss is not None:
         lines.append(f"  loss of the last step   {result.final_loss:.4f}")
     if result.eval_loss is not None and result.eval_loss_before is not None:
         before, after = result.eval_loss_before, result.eval_loss
-        lines.append(
-            f"  held-out loss           {before:.4f} -> {after:.4f} "
-            f"(perplexity {perplexity(before):.2f} -> {perplexity(after):.2f})"
+        also = ", ".join(
+            f"{name} {result.eval_metrics_before[name]:.2f} -> {value:.2f}"
+            for name, value in result.eval_metrics.items()
         )
-    lines.append(f"  peak memory             {result.peak_memory_bytes / 2**30:.2f} GiB")
+        lines.append(f"  held-out loss           {before:.4f} -> {after:.4f}" + (f" ({also})" if also else ""))
+    lines.append(f"  peak memory             {gib(result.peak_memory_bytes)}")
     for sample in samples:
         lines.append("")
         lines += [f"  {name:<6}  {_one_line(sample.get(key, ''))}" for name, key in _SAMPLE]

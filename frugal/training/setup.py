@@ -6,16 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate import Accelerator
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from frugal.config import TrainSection
 from frugal.data import TokenDataset
 from frugal.distributed.strategy import Strategy
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule, Objective
+from frugal.training.oom_fallback import MemorySettings
 from frugal.training.schedule import StepOrder, TrainPlan
 from frugal.training.signals import StopRequest
+from frugal.training.step import OptimizerStep
 
 
 @dataclass
@@ -39,8 +41,8 @@ class LoopState:
     loss_scaling: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class Job:
+@dataclass(frozen=True)
+class TrainSetup:
     """Everything that the loop works on."""
 
     module: LossModule
@@ -53,17 +55,32 @@ class Job:
     train: TrainSection
     rows: TokenDataset
     eval_rows: TokenDataset | None
-    pad_id: int
-    flat: bool
-    """Join the rows of a micro-batch instead of padding them; needs an attention that reads cu_seq_lens."""
-    accelerator: Accelerator
-    rate_factor: Callable[[int], float]
-    save_steps: int | None
+    device: torch.device
+    lr_lambda: Callable[[int], float]
+    """Factor on the learning rate of a step (0-based)."""
+    memory: MemorySettings
+    """How much of a step exists at a time; changed when memory runs out."""
+    save_steps: int | None = None
     keep_best: bool = False
     """Save whenever an evaluation was the best so far."""
     loss_scaling: bool = False
     step_in_backward: bool = False
-    """Update each parameter inside backward where a window is one micro-batch; see `train.in_backward`."""
+    """Update each parameter inside backward where a step is one micro-batch; see `frugal.training.step`."""
+
+    @property
+    def objective(self) -> Objective:
+        """What is trained for."""
+        return self.module.objective
+
+    def optimizer_step(self, *, loss_scaling: bool) -> OptimizerStep:
+        """The step of this run, with a gradient scaler of its own."""
+        return OptimizerStep(
+            self.wrapped,
+            self.optimizer,
+            self.strategy,
+            max_grad_norm=self.train.max_grad_norm,
+            loss_scaling=loss_scaling,
+        )
 
 
 @dataclass

@@ -1,84 +1,20 @@
-"""What a person sees while a run goes on: a live bar on a terminal, plain lines in a log file, one line in a notebook.
-
-Printing never ends a run: characters the stream cannot encode are escaped, a closed stream is ignored.
-"""
+"""What a person sees while a run goes on: a bar on a terminal, plain lines in a log file, one line in a notebook."""
 
 from __future__ import annotations
 
 import importlib
-import io
 import sys
 import time
-from typing import IO, Any, TextIO, cast
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from frugal.console import SafeStream, in_notebook, say
+from frugal.units import gib, seconds
+
 _LINE_SECONDS = 30.0
 _LINES_A_RUN = 20
-
-
-class SafeStream(io.TextIOBase):
-    """A text stream that cannot raise on writing."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return getattr(self._stream, "encoding", None) or "utf-8"
-
-    def write(self, text: str) -> int:
-        try:
-            self._stream.write(text)
-        except UnicodeEncodeError:
-            plain = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
-            self._stream.write(plain)
-        except (OSError, ValueError):
-            # `| head` closed the pipe, or the notebook's stream is gone: the run is worth more than its messages
-            return 0
-        return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except (OSError, ValueError):
-            return
-
-    def isatty(self) -> bool:
-        try:
-            return self._stream.isatty()
-        except (OSError, ValueError):
-            return False
-
-
-def in_notebook() -> bool:
-    """Whether this process is a Jupyter kernel."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
-
-
-def say(text: str) -> None:
-    """Print one message safely, whatever the terminal's encoding."""
-    stream = SafeStream(sys.stdout)
-    stream.write(text + "\n")
-    stream.flush()
-
-
-def safe_console() -> Console:
-    """A rich console on standard output that cannot raise on printing."""
-    return Console(file=cast("IO[str]", SafeStream(sys.stdout)))
-
-
-def duration(seconds: float) -> str:
-    """`45 s`, `3:20`, `1:02:05`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    hours, rest = divmod(whole, 3600)
-    minutes, left = divmod(rest, 60)
-    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 
 class Reporter:
@@ -160,9 +96,9 @@ class Reporter:
             f"loss {record['loss']:.4f}",
             f"lr {record['learning_rate']:.2e}",
             f"{record['tokens_per_second']:,.0f} tok/s",
-            f"{record['peak_memory_bytes'] / 2**30:.2f} GiB",
+            gib(record["peak_memory_bytes"]),
         ]
         if self._last_eval is not None:
             parts.insert(3, f"eval {self._last_eval:.4f}")
-        parts.append(f"left {duration(left)}" if step < self._total else f"took {duration(elapsed)}")
+        parts.append(f"left {seconds(left)}" if step < self._total else f"took {seconds(elapsed)}")
         return "  ".join(parts)

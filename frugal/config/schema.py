@@ -3,11 +3,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from frugal.config.sizes import parse_size
+from frugal.config.fields import (
+    AutoFlag,
+    Flag,
+    Names,
+    Number,
+    Sentences,
+    Table,
+    Targets,
+    Text,
+    Whole,
+    one_or_more,
+    read_sources,
+)
+from frugal.units import parse_size
 
 
 class Section(BaseModel):
@@ -15,78 +28,91 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_is_empty(cls, value: Any) -> Any:
+        """`train:` with every key commented out is an empty section."""
+        if value is None:
+            return {}
+        if not isinstance(value, (dict, BaseModel)):
+            raise ValueError(f"must be a section with keys ({', '.join(list(cls.model_fields)[:3])}, ...) below it")
+        return value
+
 
 class ModelSection(Section):
-    base: str
+    base: Text
     """The base model: a name known to `frugal fetch`, a local folder, or a hub id."""
-    revision: str | None = None
+    revision: Text | None = None
     """Branch, tag or commit of a hub id."""
     quantize: Literal["nf4", "none"] = "nf4"
     """Storage of the frozen linear layers: 4-bit NF4 (QLoRA), or as in the checkpoint (LoRA)."""
-    bnb_4bit_use_double_quant: bool = True
+    bnb_4bit_use_double_quant: Flag = True
     """Quantise the NF4 scales too: 4.127 instead of 4.5 bits a parameter."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Compute dtype. auto: bfloat16 where a GPU has it, else float16 with loss scaling; float32 on CPUs."""
-    trust_remote_code: bool = False
+    trust_remote_code: Flag = False
     """Run Python code that comes with the model. Off unless you ask for it; never inherited by a resumed run."""
-    add_tokens: list[str] = Field(default_factory=list)
+    add_tokens: Names = Field(default_factory=list)
     """Special tokens to add to the tokenizer; their embedding rows are trained and saved with the adapter."""
 
 
 class LoraSection(Section):
-    r: int = Field(default=16, ge=1)
+    r: Whole = Field(default=16, ge=1)
     """Rank of the update."""
-    lora_alpha: float = Field(default=32.0, gt=0)
+    lora_alpha: Number = Field(default=32.0, gt=0)
     """Scale: the update is multiplied by lora_alpha / r (or / sqrt(r) with use_rslora)."""
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    lora_dropout: Number = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input."""
-    target_modules: str | list[str] = "all-linear"
+    target_modules: Targets = "all-linear"
     """`all-linear`, or names of modules (`q_proj`, a dotted tail, or a regular expression as one string)."""
-    modules_to_save: list[str] = Field(default_factory=list)
+    modules_to_save: Names = Field(default_factory=list)
     """Modules trained whole and saved with the adapter (for example `lm_head`)."""
-    use_rslora: bool = False
+    use_rslora: Flag = False
     """Rank-stabilised scale, lora_alpha / sqrt(r)."""
-    use_dora: bool = False
+    use_dora: Flag = False
     """DoRA: magnitude and direction trained apart. Slower."""
     init_lora_weights: Literal["default", "gaussian", "pissa", "loftq"] = "default"
     """How A and B start. pissa and loftq need `model.quantize: none`; loftq also needs a CUDA device."""
-    rank_pattern: dict[str, int] = Field(default_factory=dict)
+    rank_pattern: Table[Whole] = Field(default_factory=dict)
     """Other ranks for modules whose name matches a pattern."""
-    alpha_pattern: dict[str, float] = Field(default_factory=dict)
+    alpha_pattern: Table[Number] = Field(default_factory=dict)
     """Other alphas for modules whose name matches a pattern."""
 
 
 class SourceSection(Section):
-    path: str
+    path: Text
     """A file, a folder, a name known to `frugal fetch`, or a `datasets` hub id."""
     format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference"] = "auto"
     """How rows are written. auto looks at the first rows' keys."""
-    weight: float = Field(default=1.0, gt=0)
+    weight: Number = Field(default=1.0, gt=0)
     """How often each row is seen in an epoch: 0.5 takes half of them, 2 takes each twice."""
-    split: str | None = None
+    split: Text | None = None
     """Split of a `datasets` hub id or folder. Default: train."""
-    name: str | None = None
+    name: Text | None = None
     """Configuration name of a `datasets` hub id."""
-    columns: dict[str, str] = Field(default_factory=dict)
+    columns: Table[Text] = Field(default_factory=dict)
     """Names of columns in your file for the format's own names, for example {prompt: question, completion: answer}."""
-    max_rows: int | None = Field(default=None, ge=1)
+    max_rows: Whole | None = Field(default=None, ge=1)
     """Take only the first rows."""
 
 
+Sources = Annotated[list[SourceSection], one_or_more(str | SourceSection, read_sources)]
+
+
 class DataSection(Section):
-    train: list[SourceSection]
+    train: Sources
     """What to train on: a path, a list of paths, or a list of sources with weights."""
-    eval: list[SourceSection] = Field(default_factory=list)
+    eval: Sources = Field(default_factory=list)
     """What to evaluate on. Empty: a part of the training rows, see eval_split."""
-    eval_split: float = Field(default=0.0, ge=0)
+    eval_split: Number = Field(default=0.0, ge=0)
     """Held-out part of the training rows when `eval` is empty: a fraction below 1, or a number of rows."""
-    chat_template: str | None = None
+    chat_template: Text | None = None
     """None: the tokenizer's own. Else a name (`frugal configs templates`), or the path of a Jinja file."""
-    system_prompt: str | None = None
+    system_prompt: Text | None = None
     """System message put before conversations that have none."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Which text is trained: every assistant turn, only the last, or all tokens."""
-    max_length: int = Field(default=2048, ge=8)
+    max_length: Whole = Field(default=2048, ge=8)
     """Longest row in tokens."""
     on_overflow: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to longer rows. A row that truncation leaves without a trained token is dropped and counted."""
@@ -94,85 +120,88 @@ class DataSection(Section):
     """What happens to rows with nothing to train. When no row is left the run stops either way."""
     on_bad_row: Literal["error", "drop"] = "error"
     """What happens to rows that cannot be read as their format says. drop counts them by reason."""
-    packing: bool = False
+    packing: Flag = False
     """Join short rows into rows of max_length; documents never see each other, the result is exact."""
-    cache: bool = True
+    cache: Flag = True
     """Keep tokenised data in the user's cache folder, keyed by content."""
-    num_proc: int = Field(default=1, ge=1)
+    num_proc: Whole = Field(default=1, ge=1)
     """Processes for tokenising."""
 
 
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
 class TrainSection(Section):
-    num_train_epochs: float = Field(default=1.0, gt=0)
+    num_train_epochs: Number = Field(default=1.0, gt=0)
     """Passes over the data; max_steps wins when it is set."""
-    max_steps: int | None = Field(default=None, ge=1)
+    max_steps: Whole | None = Field(default=None, ge=1)
     """Number of optimizer steps."""
-    per_device_train_batch_size: int = Field(default=2, ge=1)
+    per_device_train_batch_size: Whole = Field(default=2, ge=1)
     """Rows of one micro-batch."""
-    per_device_eval_batch_size: int = Field(default=2, ge=1)
+    per_device_eval_batch_size: Whole = Field(default=2, ge=1)
     """Rows of one evaluation batch."""
-    gradient_accumulation_steps: int = Field(default=8, ge=1)
+    gradient_accumulation_steps: Whole = Field(default=8, ge=1)
     """Micro-batches of one optimizer step. The loss is the mean over all trained tokens of the step."""
-    learning_rate: float = Field(default=2e-4, gt=0)
+    learning_rate: Number = Field(default=2e-4, gt=0)
     """Peak learning rate."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr"] = "cosine"
     """Schedule of the learning rate, as in transformers."""
-    warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
+    warmup_ratio: Number = Field(default=0.03, ge=0, lt=1)
     """Part of all steps spent on warming up, unless warmup_steps is set."""
-    warmup_steps: int | None = Field(default=None, ge=0)
+    warmup_steps: Whole | None = Field(default=None, ge=0)
     """Number of warm-up steps."""
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    min_lr_ratio: Number = Field(default=0.1, ge=0, le=1)
     """Floor of cosine_with_min_lr, as part of learning_rate."""
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW with fp32 state, or with block-wise 8-bit state."""
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta1: Number = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    adam_beta2: Number = Field(default=0.999, ge=0, lt=1)
     """Decay of the second moment."""
-    adam_epsilon: float = Field(default=1e-8, gt=0)
+    adam_epsilon: Number = Field(default=1e-8, gt=0)
     """Added to the denominator of the update."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: Number = Field(default=0.0, ge=0)
     """Decoupled weight decay on adapter matrices."""
-    loraplus_lr_ratio: float | None = Field(default=None, gt=0)
+    loraplus_lr_ratio: Number | None = Field(default=None, gt=0)
     """LoRA+: learning rate of B as a multiple of that of A."""
-    max_grad_norm: float = Field(default=1.0, ge=0)
+    max_grad_norm: Number = Field(default=1.0, ge=0)
     """Clip the global gradient norm; 0 turns it off."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    label_smoothing: Number = Field(default=0.0, ge=0, lt=1)
     """Part of each target's probability that is spread evenly over the vocabulary; 0 turns it off."""
-    group_by_length: bool = True
+    group_by_length: Flag = True
     """Put rows of like length into one batch when not packing."""
-    eval_steps: int | None = Field(default=None, ge=1)
+    eval_steps: Whole | None = Field(default=None, ge=1)
     """Evaluate every so many steps. Unset: at the end of each epoch when there are evaluation rows."""
-    logging_steps: int = Field(default=1, ge=1)
+    logging_steps: Whole = Field(default=1, ge=1)
     """Log every so many steps."""
-    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
+    report_to: Annotated[list[Tracker], one_or_more(Tracker)] = Field(default_factory=list)
     """Trackers, through accelerate."""
-    seed: int = Field(default=42, ge=0)
+    seed: Whole = Field(default=42, ge=0)
     """Seed of adapter initialisation, dropout and row order."""
 
 
 class MemorySection(Section):
     checkpoint: Literal["none", "recompute", "offload", "disk", "auto"] = "auto"
     """What is kept of each decoder layer for backward. auto: the plan decides, the fastest that fits the budget."""
-    budget: str = Field(default="auto", pattern=r"^(auto|\s*[0-9]+(\.[0-9]+)?\s*([kKmMgGtT]?[iI]?[bB]?)\s*)$")
+    budget: Text = Field(default="auto", pattern=r"^(auto|\s*[0-9]+(\.[0-9]+)?\s*([kKmMgGtT]?[iI]?[bB]?)\s*)$")
     """Device memory that the run may take, for example 6GB. auto: what the device has."""
-    scratch_dir: str | None = None
+    scratch_dir: Text | None = None
     """Folder of the scratch file of `checkpoint: disk`. Unset: the run's folder (a `/tmp` is often kept in memory)."""
     attention: Literal["auto", "triton", "sdpa", "flash_attn"] = "auto"
     """How attention is computed. auto: the best that the device can run (`frugal doctor` shows it). A name that the
     device or the model cannot have is an error, never replaced silently."""
-    fused: bool = True
+    fused: Flag = True
     """Use frugal's fused operations where they are proven equal to the stock module."""
-    optimizer_in_backward: Literal["auto", True, False] = "auto"
+    optimizer_in_backward: AutoFlag = "auto"
     """Update each adapter matrix inside backward and free its gradient at once. auto: where nothing needs all gradients
     together: one micro-batch a step, max_grad_norm 0, one process, no loss scaling. true where that does not hold is an
     error."""
     embedding: Literal["auto", "device", "host"] = "auto"
     """Where the embedding table waits. host: in host memory, only the rows of a micro-batch are copied to the device,
     with the same result. auto: host on a GPU where the table is neither trained nor tied to the head."""
-    loss_chunk_tokens: int | None = Field(default=None, ge=1)
+    loss_chunk_tokens: Whole | None = Field(default=None, ge=1)
     """Tokens of one chunk of the loss. Unset: chosen so that a chunk of logits stays small."""
-    mlp_chunk_tokens: int | None = Field(default=None, ge=1)
+    mlp_chunk_tokens: Whole | None = Field(default=None, ge=1)
     """Tokens of one tile of the MLP. Unset: chosen by size."""
 
     @property
@@ -185,28 +214,28 @@ class DistributedSection(Section):
     strategy: Literal["auto", "ddp", "fsdp2", "zero1", "zero2", "zero3"] = "auto"
     """How several processes share the work. auto: what the launcher was started for; else ddp where the base fits each
     GPU, and fsdp2 where it does not."""
-    shard_base: Literal["auto", True, False] = "auto"
+    shard_base: AutoFlag = "auto"
     """fsdp2: cut the frozen base too (true), or only adapters and optimizer state (false, 8 to 25 times less traffic).
     auto: false where the base fits each GPU."""
-    offload: Literal["auto", True, False] = "auto"
+    offload: AutoFlag = "auto"
     """Shards and optimizer state rest in host memory (fsdp2, zero2, zero3). Slow. auto: what the launcher says."""
-    ddp_timeout: float = Field(default=600.0, gt=0)
+    ddp_timeout: Number = Field(default=600.0, gt=0)
     """Seconds that one exchange between processes may take before the run is given up. Preparing data, loading and
     saving do not count: there a process is waited for as long as it lives."""
 
 
 class OutputSection(Section):
-    dir: str
+    dir: Text
     """The run's folder."""
-    save_steps: int | None = Field(default=None, ge=1)
+    save_steps: Whole | None = Field(default=None, ge=1)
     """Write a checkpoint every so many steps. Unset: at the end of each epoch."""
-    save_total_limit: int | None = Field(default=2, ge=1)
+    save_total_limit: Whole | None = Field(default=2, ge=1)
     """Checkpoints kept; the oldest by number goes first."""
-    keep_best: bool = False
+    keep_best: Flag = False
     """Keep the checkpoint with the lowest evaluation loss too, and end with its adapter."""
-    sample_prompts: list[str] = Field(default_factory=list)
+    sample_prompts: Sentences = Field(default_factory=list)
     """Questions answered before and after training, shown side by side."""
-    sample_max_new_tokens: int = Field(default=48, ge=1)
+    sample_max_new_tokens: Whole = Field(default=48, ge=1)
     """Longest answer to a sample prompt."""
 
 
@@ -220,3 +249,9 @@ class Config(Section):
     memory: MemorySection = Field(default_factory=MemorySection)
     distributed: DistributedSection = Field(default_factory=DistributedSection)
     output: OutputSection
+
+
+def sections() -> dict[str, type[Section]]:
+    """The sections by name: model, lora, data, ..."""
+    found = {name: info.annotation for name, info in Config.model_fields.items()}
+    return {name: section for name, section in found.items() if isinstance(section, type)}
