@@ -21,7 +21,7 @@ from frugal.distributed import group as ranks
 from frugal.distributed.launch import check_group, read_launch, unused_gpus
 from frugal.distributed.sanity_checks import preflight
 from frugal.errors import MemoryBudgetError
-from frugal.exports.final import save_final
+from frugal.exports.adapter import save_final
 from frugal.memory.checkpointing import apply_activation_checkpointing
 from frugal.models.tokenizer import rows_needed, zero_embedding_rows
 from frugal.objectives import LossModule, make_objective
