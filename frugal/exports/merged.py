@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from frugal.assets import weights_note
 from frugal.checkpoints.side_files import copy_tokenizer, highest_token_id
 from frugal.errors import ConfigError, UnsupportedError
 from frugal.exports.base import Export, check_space, new_folder
@@ -54,7 +55,7 @@ class MergeReport:
         out = [
             f"merged {self.adapted} of {self.tensors} tensors into {self.out}: {self.dtype}, {self.shards} file(s), "
             f"{disk_size(self.n_bytes)}, {seconds(self.seconds)}",
-            f"base weights: {self.weights} ({self.base}); {self.tied}",
+            f"base weights: {self.weights} ({self.base}{weights_note(self.base)}); {self.tied}",
         ]
         update = self.difference["update_over_weights"]
         error = self.difference["quantization_error_over_weights"]

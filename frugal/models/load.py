@@ -42,8 +42,6 @@ from frugal.models.resolve import ResolvedModel, stored_tensors
 from frugal.models.skeleton import KeyMap, build_meta, fill_buffers, ignorable, insert_nf4, linear_kinds, map_keys
 from frugal.tensor_files import StoredTensor
 
-__all__ = ["LoadedBase", "Weights", "load_base", "resident_dtype"]
-
 Weights = Literal["files", "layerwise", "meta"]
 """Where weights come from. files: all are read. layerwise: those of decoder layers later, one layer at a time. meta:
 nowhere, tensors have dtypes and shapes alone."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from frugal.assets import weights_note
 from frugal.planning.forecast import Plan
-from frugal.planning.network import LINKS
 from frugal.planning.sweep import Measure, SweepRow
 from frugal.units import disk_size, gib, nominal_gib
 
@@ -30,8 +30,8 @@ def lines(plan: Plan) -> list[str]:
     shown = [verdict(plan), ""]
     method = f"{plan.policy} (chosen)" if plan.asked_policy == "auto" else plan.policy
     shown.append(
-        f"{plan.base}: {plan.parameters / 1e9:.2f} B parameters, {plan.trained / 1e6:.1f} M trained, "
-        f"compute {plan.compute}, checkpoint: {method}"
+        f"{plan.base}{weights_note(plan.base)}: {plan.parameters / 1e9:.2f} B parameters, "
+        f"{plan.trained / 1e6:.1f} M trained, compute {plan.compute}, checkpoint: {method}"
     )
     shown.append("")
     shown.append(f"{'device':<28}{'tensors':>10}")
@@ -84,9 +84,6 @@ def _shared_lines(plan: Plan) -> list[str]:
         shown.append(f"  whole for a while: {', '.join(f'{name} {gib(count)}' for name, count in gathered.items())}")
     sent = ", ".join(f"{kind} {disk_size(count)}" for kind, count in network.sent.items())
     shown.append(f"  sends {disk_size(network.sent_bytes)} a step: {sent}")
-    shown.append(f"  beside {network.step_seconds:.2g} s of computing (estimated), if nothing overlaps:")
-    for link in LINKS:
-        shown.append(f"    {link:<26}{network.seconds(link):>9.2g} s{network.share(link):>7.0%} of a step")
     return shown
 
 

@@ -91,11 +91,11 @@ class RunEvents:
     def prepared(self, base: ResolvedModel, data: PreparedData, plan: TrainPlan) -> None:
         """Rows are there and steps are counted."""
         self._total_steps = plan.total_steps
-        self.say(*data.account.lines(), data.template_report.line)
+        self.say(*data.report.lines(), data.template_report.line)
         self.warn(*data.template_report.warnings)
         self.manifest.add("config", self.config.model_dump(mode="json"))
         self.manifest.add("plan", plan.as_dict())
-        self.manifest.add("data", {**data.account.to_json(), "template": data.template_report.to_json()})
+        self.manifest.add("data", {**data.report.to_json(), "template": data.template_report.to_json()})
         self.manifest.add("base", {"name": base.name, "revision": base.revision})
 
     def resolved(self, machine: Machine, setup: RunSetup, *, base_fingerprint: str | None) -> None:
@@ -189,7 +189,7 @@ class RunEvents:
         return adapter_card(
             self.config,
             base_folder=base.path,
-            account=data.account.figures.get("train", {}),
+            account=data.report.figures.get("train", {}),
             result=result.numbers(),
             samples=samples,
             versions=versions(),

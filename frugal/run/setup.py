@@ -153,7 +153,7 @@ def resolve(
 def _formats(config: Config, data: PreparedData) -> Iterator[Decision[str]]:
     """How rows of each source turned out to be written."""
     for part, sources in (("train", config.data.train), ("eval", config.data.eval)):
-        found = [one.format for one in data.account.sources if one.part == part]
+        found = [one.format for one in data.report.sources if one.part == part]
         for index, (source, name) in enumerate(zip(sources, found, strict=False)):
             why = "the keys of its first rows" if source.format == "auto" else "as configured"
             yield Decision(f"data.{part}.{index}.format", name, why)

@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> Path:
     manifest.choose("attention", "sdpa", rejected={"flash_attn": "<not here>"})
     manifest.peak("step", 905_000_000)
     manifest.add("forecast", {"device": {"phases": {"steady_step": {"bytes": 2 << 30}, "save": {"bytes": 1 << 20}}}})
-    manifest.add("probe", {"step_bytes": 2_190_433_321, "eval_bytes": 0, "save_bytes": 1 << 20, "rows": 2})
+    manifest.add("warm-up step", {"step_bytes": 2_190_433_321, "eval_bytes": 0, "save_bytes": 1 << 20, "rows": 2})
     manifest.add("seconds", {"load": 12.5, "training": 372.0})
     manifest.started()
     manifest.finished()
@@ -82,7 +82,7 @@ def test_the_page_says_what_happened(run: Path) -> None:
     text = " ".join(parser.text)
     for expected in (
         "3.500 → 2.250",
-        "0.84 GiB measured (process, libraries included)",
+        "0.84 GiB measured (process with its libraries)",
         "2.04 GiB measured (+2.0%)",
         "2.00 GiB forecast",
         "12.5 s",
