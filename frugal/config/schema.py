@@ -167,7 +167,7 @@ class TrainSection(Section):
     max_grad_norm: Number = Field(default=1.0, ge=0)
     """Clip the global gradient norm; 0 turns it off."""
     label_smoothing: Number = Field(default=0.0, ge=0, lt=1)
-    """Part of each target's probability that is spread evenly over the vocabulary; 0 turns it off."""
+    """Part of each target's probability that is spread evenly over the vocabulary, in training; 0 turns it off."""
     group_by_length: Flag = True
     """Put rows of like length into one batch when not packing."""
     eval_steps: Whole | None = Field(default=None, ge=1)

@@ -18,8 +18,8 @@ from frugal.distributed.zero.engine import Zero
 from frugal.errors import ConfigError, FrugalError
 from frugal.models.build import OnLayer, needs_whole_base
 from frugal.models.resolve import ResolvedModel
+from frugal.planning.api import choose_strategy
 from frugal.planning.planner import Planner
-from frugal.planning.strategy import choose_strategy
 from frugal.training.optim import trainable
 
 
