@@ -125,7 +125,7 @@ class DataSection(Section):
     cache: Flag = True
     """Keep tokenised data in the user's cache folder, keyed by content."""
     num_proc: Whole = Field(default=1, ge=1)
-    """Processes for tokenising."""
+    """Accepted, not used any more: the tokenizer itself works on all cores."""
 
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]

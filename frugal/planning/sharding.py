@@ -158,7 +158,7 @@ class Sharing:
 
     @property
     def gradients_wait(self) -> bool:
-        """Whether gradients of a window's first micro-batches are kept whole until its last."""
+        """Whether gradients of a step's first micro-batches are kept whole until its last."""
         return self.accumulation > 1 and not (self.strategy == "fsdp2" and self.shard_base)
 
     @property
@@ -205,7 +205,7 @@ class Sharing:
             # the layer, torch's flat buffer it was cut from, and the next layer's
             "layer in forward": (3 if flat else 2) * units.layer,
             # the layer, the flat buffer of the one before, and a layer's gradients on their way; those that have waited
-            # for the end of a window are whole and counted as gradients
+            # for the end of a step are whole and counted as gradients
             "layer in backward": 2 * units.layer + (0 if self.gradients_wait else 2 * units.layer_trained),
             "embedding": (2 if flat else 1) * units.embedding,
             "head": units.head,
@@ -277,7 +277,7 @@ class Sharing:
         return total + change, found
 
     def _gradients(self, part: StepPart) -> float:
-        """Unreduced gradients are whole: those of earlier micro-batches of a window."""
+        """Unreduced gradients are whole: those of earlier micro-batches of a step."""
         return 1.0 if part == "micro_batch" and self.gradients_wait else self.gradient_part
 
     def _transient(self, part: StepPart, site: Site) -> float:

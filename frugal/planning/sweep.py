@@ -74,8 +74,8 @@ def solve(planner: Planner, tokens: int | None = None) -> list[Measure]:
     tried: list[Measure] = []
     steps: list[tuple[Planner, int, dict[str, Any], str]] = [(planner, train.per_device_train_batch_size, {}, "")]
     if train.per_device_train_batch_size > 1:
-        window = train.per_device_train_batch_size * train.gradient_accumulation_steps
-        settings = {"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": window}
+        step_rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
+        settings = {"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": step_rows}
         steps.append((planner, 1, settings, ", smaller products"))
     if planner.config.model.quantize == "none":
         model = planner.config.model.model_copy(update={"quantize": "nf4"})
