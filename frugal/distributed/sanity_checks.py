@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from frugal.codecs.nf4 import NF4Linear
+from frugal.codecs.base import encoded_parts
 from frugal.distributed.fsdp2 import FullyShard
 from frugal.distributed.strategy import Strategy
 from frugal.distributed.tensors import local
@@ -82,11 +82,9 @@ def preflight(
 
 def _storage(module: nn.Module) -> None:
     for name, layer in module.named_modules():
-        if not isinstance(layer, NF4Linear):
-            continue
-        for kind in ("weight", "absmax"):
+        for kind in (kind for stored in encoded_parts(layer).values() for kind in stored):
             stored = getattr(layer, kind)
-            if stored.is_floating_point():
+            if stored is not None and stored.is_floating_point():
                 raise UnsupportedError(
                     f"{name}.{kind} holds 4-bit storage as {stored.dtype}: a cast would rewrite its bytes. Load the "
                     "base with frugal, which stores them as integers."
@@ -140,10 +138,10 @@ def _optimizer(strategy: Strategy, module: nn.Module, optimizer: Optimizer) -> N
 
 def _parts(module: nn.Module, world: int) -> Iterator[_Part]:
     packed = {
-        id(parameter)
+        id(getattr(layer, part))
         for layer in module.modules()
-        if isinstance(layer, NF4Linear)
-        for parameter in (layer.weight, layer.absmax)
+        for stored in encoded_parts(layer).values()
+        for part in stored
     }
     parameter: Any
     for name, parameter in module.named_parameters():

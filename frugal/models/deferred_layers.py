@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from frugal.codecs.base import encoded_parts
 from frugal.model_structure import decoder_layers, inside
 from frugal.models.materialize import PendingTensor, materialize, pending, set_tensor
 from frugal.tensor_files import StoredTensor
 
 NO_LAYERS = "it has no decoder layers of transformers' kind (GradientCheckpointingLayer)"
-_NF4_PARTS = ("absmax", "nested_absmax", "offset")  # made from the weight, stored in no checkpoint
 
 
 def not_by_layer(reason: str) -> str:
@@ -110,12 +110,12 @@ class DeferredLayers:
 def defer(model: PreTrainedModel, targets: Mapping[str, StoredTensor], dtype: torch.dtype) -> set[str]:
     """Give tensors of ``model`` that get their values later the dtype that they will have, on the meta device.
 
-    Returns the names that ``targets`` will fill, scales of NF4 layers included.
+    Returns the names that ``targets`` will fill, scales of encoded weights included.
     """
     filled = set(targets)
     for name, each in zip(targets, pending(model, targets), strict=True):
         if each.quantised:
-            filled.update(f"{name.rpartition('.')[0]}.{other}" for other in _NF4_PARTS)
+            filled.update(f"{name.rpartition('.')[0]}.{other}" for other in encoded_parts(each.module)[each.part])
         else:
             value = torch.empty(each.entry.shape, dtype=each.resident(dtype), device="meta")
             set_tensor(each.module, each.part, value)

@@ -11,7 +11,7 @@ from typing import IO
 import torch
 from torch import nn
 
-from frugal.codecs.nf4 import NF4Linear
+from frugal.codecs import DenseCodec, EncodedModule, encoded_parts
 from frugal.tensor_files import StoredTensor
 
 
@@ -26,8 +26,8 @@ class PendingTensor:
 
     @property
     def quantised(self) -> bool:
-        """Whether the tensor becomes NF4 codes and scales."""
-        return isinstance(self.module, NF4Linear) and self.part == "weight"
+        """Whether the tensor is encoded by its module's codec."""
+        return self.part in encoded_parts(self.module)
 
     def resident(self, compute: torch.dtype) -> torch.dtype:
         """Dtype in memory of a tensor that is not quantised."""
@@ -47,11 +47,7 @@ def _table_ndim(module: nn.Module, ndim: int) -> int:
 
 def resident_dtype(stored: torch.dtype, ndim: int, compute: torch.dtype) -> torch.dtype:
     """Dtype in memory of an unquantised tensor: matrices of 16 bits never become float32, everything else computes."""
-    if not stored.is_floating_point:
-        return stored
-    if ndim >= 2 and stored.itemsize == 2 and compute == torch.float32:
-        return stored
-    return compute
+    return DenseCodec(compute).resident(stored) if ndim >= 2 or not stored.is_floating_point else compute
 
 
 def materialize(tensors: Iterable[PendingTensor], dtype: torch.dtype, device: torch.device) -> None:
@@ -67,8 +63,8 @@ def materialize(tensors: Iterable[PendingTensor], dtype: torch.dtype, device: to
                 handles[entry.file] = stack.enter_context(open(entry.file, "rb", buffering=0))
             tensor = entry.read(handle=handles[entry.file]).to(device)
             if each.quantised:
-                assert isinstance(each.module, NF4Linear)
-                each.module.quantize_(tensor if tensor.dtype.itemsize <= 4 else tensor.float())
+                assert isinstance(each.module, EncodedModule)
+                each.module.encode_(each.part, tensor)
             else:
                 set_tensor(each.module, each.part, tensor.to(each.resident(dtype)))
             del tensor  # else it lives while the next one is read
@@ -112,13 +108,10 @@ def set_resident_dtypes(
                 parameter.data = parameter.data.to(resident_dtype(stored, _table_ndim(module, parameter.ndim), compute))
             name = f"{owner}.{part}".removeprefix(".")
             read = dense_bytes.get(name)
-            if read is not None:  # the scales of an NF4 layer come with its weight
-                scales = _scale_bytes(module) if part == "weight" else 0
-                scratch = 3 * (read // stored.itemsize // 64) * 4 if scales else 0
-                tensors.append(LoadedTensor(name, read, scratch, parameter.nbytes + scales))
+            if read is not None and isinstance(module, EncodedModule) and part in module.encoded_parts:
+                encoded = module.encoded(part)  # scales come with their codes
+                scratch = module.codec.scratch_bytes(encoded.shape, stored)
+                tensors.append(LoadedTensor(name, read, scratch, encoded.nbytes))
+            elif read is not None:
+                tensors.append(LoadedTensor(name, read, 0, parameter.nbytes))
     return tensors
-
-
-def _scale_bytes(module: nn.Module) -> int:
-    parts = [getattr(module, name, None) for name in ("absmax", "nested_absmax", "offset")]
-    return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
