@@ -131,15 +131,15 @@ class Loading:
 
     def __init__(self, config: Config, base: ResolvedModel, strategy: Strategy) -> None:
         self.strategy = strategy
-        self.note: str | None = None
-        """Why each process loads the whole base before it is cut; None when none does."""
+        self.notes: list[str] = []
+        """Why each process loads the whole base before it is cut; empty when none does."""
         self._digests: dict[str, str] = {}
         self._by_layer = strategy.cuts_base
         if self._by_layer and config.distributed.shard_base is not True:
             why = needs_whole_base(base, config.lora)
             if why is not None:
                 self._by_layer = False
-                self.note = f"each process loads the whole base before it is cut: {why}"
+                self.notes.append(f"each process loads the whole base before it is cut: {why}")
 
     @property
     def take_layer(self) -> OnLayer | None:
