@@ -120,8 +120,8 @@ def frugal_side(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -
     module = LossModule(model).train()
 
     def loss(ids: Tensor) -> Tensor:
-        total, count = module({"input_ids": ids, "labels": ids})
-        return total / count
+        total, sums = module({"input_ids": ids, "labels": ids})
+        return total / sums[1]
 
     kinds = ", ".join(f"{kind}: {choice.name}" for kind, choice in attention.by_layer.items())
     return Side("frugal", model, loss, adamw(model), f"attention {attention.value} ({kinds})")
