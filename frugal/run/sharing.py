@@ -9,7 +9,6 @@ from torch import nn
 
 from frugal.config import Config
 from frugal.distributed import group as ranks
-from frugal.distributed.compare import compare
 from frugal.distributed.fsdp2 import FullyShard
 from frugal.distributed.launch import Engine, Launch, choose
 from frugal.distributed.layerwise import OnLayer, needs_whole_base
@@ -155,4 +154,4 @@ class Loading:
         if ranks.world_size() == 1:
             return
         found = {name: digest(p) for name, p in trainable(model).items() if name not in self._digests}
-        compare({**found, **self._digests}, "before the first step")
+        ranks.compare({**found, **self._digests}, "before the first step")

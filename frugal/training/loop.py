@@ -17,7 +17,6 @@ import torch
 
 from frugal.data import collate
 from frugal.distributed import group as ranks
-from frugal.distributed.compare import COMPARED_AFTER, compare
 from frugal.errors import FrugalError, Interrupted
 from frugal.memory.pressure import is_out_of_memory
 from frugal.training.evaluate import EvalResult, evaluate_rows, to_device
@@ -32,6 +31,9 @@ if sys.platform != "win32":
 
 
 T = TypeVar("T")
+
+COMPARED_AFTER = (1, 5)
+"""Steps after which the ranks' adapters are compared, beside the start: a fault that grows shows by then."""
 
 
 def train_loop(job: Job, hooks: Hooks, state: LoopState) -> LoopState:
@@ -72,7 +74,7 @@ def train_loop(job: Job, hooks: Hooks, state: LoopState) -> LoopState:
 def compare_ranks(job: Job, when: str) -> None:
     """Raise, naming the first, when a trained tensor differs between the ranks."""
     if ranks.world_size() > 1:
-        compare(job.strategy.digests(trainable(job.module.model)), when)
+        ranks.compare(job.strategy.digests(trainable(job.module.model)), when)
 
 
 def _one_step(
