@@ -26,9 +26,9 @@ from frugal.memory.meter import LiveBytesMeter
 from frugal.memory.meter_report import MeterReport
 from frugal.models.attention import use_attention
 from frugal.models.load import load_base
-from frugal.models.replace_modules import swap_modules
+from frugal.models.replacement import replace_modules
 from frugal.models.resolve import resolve_base
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule
 
 MODEL = "smollm2-135m-instruct"
 RANK = 16
@@ -113,7 +113,7 @@ def frugal_side(policy: Policy = "recompute", *, fused: bool = True) -> Side:
     section = LoraSection(r=RANK, lora_alpha=ALPHA)
     model = apply_adapters(loaded.model, section, seed=0, quantize="nf4").model.train()
     if fused:
-        swap_modules(model)
+        replace_modules(model)
     module = LossModule(model).train()
 
     def loss(batch: dict[str, Tensor]) -> Tensor:

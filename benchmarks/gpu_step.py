@@ -21,14 +21,14 @@ from transformers import LlamaConfig
 
 from frugal.adapters import apply_adapters
 from frugal.codecs import NF4Linear
+from frugal.codecs.upcast_on_use import upcast_on_use
 from frugal.config import LoraSection
 from frugal.memory import apply_activation_checkpointing
 from frugal.memory.meter import LiveBytesMeter
 from frugal.models.attention import register, use_attention
-from frugal.models.replace_modules import swap_modules
-from frugal.models.skeleton import build_meta, fill_buffers, linear_kinds, put_nf4
-from frugal.models.upcast_on_use import keep_stored
-from frugal.training.loss import LossModule
+from frugal.models.replacement import replace_modules
+from frugal.models.skeleton import build_meta, fill_buffers, insert_nf4, linear_kinds
+from frugal.objectives import LossModule
 
 RANK, ALPHA = 32, 64
 SIDES = ("frugal", "peer", "liger")
@@ -102,7 +102,7 @@ def frugal_side(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -
     base = build_meta(config, trust_remote_code=False)
     names = linear_kinds(base)[0]
     weights = random_weights(base, names, device, dtype)
-    put_nf4(base, names, True)
+    insert_nf4(base, names, True)
     fill_buffers(base, device)
     for name in names:
         layer = base.get_submodule(name)
@@ -110,12 +110,12 @@ def frugal_side(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -
         layer.quantize_(weights[name]())
     fill_dense(base, device, dtype)
     base.requires_grad_(False)
-    keep_stored(base, dtype)
+    upcast_on_use(base, dtype)
     base.eval()
     attention = use_attention(base)
     section = LoraSection(r=RANK, lora_alpha=ALPHA)
     model = apply_adapters(base, section, seed=0, quantize="nf4").model.train()
-    swap_modules(model, compute_dtype=dtype)
+    replace_modules(model, compute_dtype=dtype)
     apply_activation_checkpointing(model, "recompute")
     module = LossModule(model).train()
 

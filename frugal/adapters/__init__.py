@@ -1,8 +1,7 @@
 """LoRA adapters through PEFT: which layers, which dtype, which start, and the files."""
 
-from frugal.adapters.apply import Applied, adapter_state, apply_adapters, inject
+from frugal.adapters.apply import Applied, adapter_state, apply_adapters, inject, masters_float32
 from frugal.adapters.files import load_adapter, save_adapter
-from frugal.adapters.masters import masters_float32
 from frugal.adapters.targets import PatternRow, Scale, resolve_targets
 
 __all__ = [

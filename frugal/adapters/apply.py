@@ -6,28 +6,27 @@ dtype. float16 gradients never reach a gradient scaler, and the optimizer's stat
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft import LoftQConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from frugal.adapters.held import magnitudes_to_come, needs_weights, start_magnitudes
-from frugal.adapters.masters import masters_float32
 from frugal.adapters.targets import PatternRow, Scale, Targets, resolve_targets
 from frugal.codecs.nf4 import NF4Linear
+from frugal.codecs.upcast_on_use import UpcastEmbedding, UpcastLinear
 from frugal.config import LoraSection
 from frugal.errors import ConfigError, UnsupportedError
-from frugal.models.deferred_layers import cannot_hold, decoder_layers, is_held, stand_ins
-from frugal.models.host_embedding import input_device
-from frugal.models.upcast_on_use import StoredEmbedding, StoredLinear
+from frugal.model_structure import decoder_layers, input_device, inside, is_tied, table_names
 
 
 @dataclass
@@ -67,12 +66,12 @@ def apply_adapters(
     refuse_adapted(model)
     _refuse_start(model, lora, quantize)
     targets = resolve_targets(model, lora)
-    held = decoder_layers(model) if is_held(model) else {}
-    if held and (reason := needs_weights(lora, targets, held)):
-        raise UnsupportedError(cannot_hold(reason))
+    deferred = decoder_layers(model) if _is_deferred(model) else {}
+    if deferred and (reason := needs_weights(lora, targets, deferred)):
+        raise UnsupportedError(f"The adapter needs the weights of layers that have none yet: {reason}.")
     config = _lora_config(model, lora, targets, new_token_ids)
     prepare_trained(model, targets.modules_to_save, trains_tokens=config.trainable_token_indices is not None)
-    peft_model, to_come = _inject(model, config, held, seed)
+    peft_model, to_come = _inject(model, config, deferred, seed)
     remember_start(peft_model)
     for name, wanted in targets.layers.items():
         layer = peft_model.base_model.model.get_submodule(name)
@@ -84,16 +83,16 @@ def apply_adapters(
 
 
 def _inject(
-    model: PreTrainedModel, config: LoraConfig, held: Mapping[str, nn.Module], seed: int
+    model: PreTrainedModel, config: LoraConfig, deferred: Mapping[str, nn.Module], seed: int
 ) -> tuple[PeftModel, int]:
-    """The adapted model, and how many trained values come when ``held`` layers are filled (`start_magnitudes`)."""
-    if not held or not config.use_dora:
+    """The adapted model, and how many trained values come when ``deferred`` layers are filled (`start_magnitudes`)."""
+    if not deferred or not config.use_dora:
         return inject(model, config, seed=seed), 0
     config.use_dora = False  # its magnitudes are norms of the base's rows
     peft_model = inject(model, config, seed=seed)
     config.use_dora = peft_model.peft_config["default"].use_dora = True
     start_magnitudes(peft_model, config, leave=decoder_layers(peft_model))
-    return peft_model, magnitudes_to_come(held.values())
+    return peft_model, _magnitudes_to_come(deferred.values())
 
 
 def refuse_adapted(model: nn.Module) -> None:
@@ -156,19 +155,8 @@ def _plain(value: float) -> float | int:
     return int(value) if value == int(value) else value
 
 
-def is_tied(model: PreTrainedModel) -> bool:
-    """Whether the head is the embedding table."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    return head is not None and head.weight is embedding.weight
-
-
-def _names_of_tables(model: PreTrainedModel) -> list[str]:
-    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
-    return [name for table in tables for name, module in model.named_modules() if module is table and table is not None]
-
-
 def _trains_table(model: PreTrainedModel, names: list[str]) -> bool:
-    return bool(set(names) & set(_names_of_tables(model)))
+    return bool(set(names) & set(table_names(model)))
 
 
 def _token_rows(model: PreTrainedModel, ids: Sequence[int], trained_whole: Sequence[str]) -> dict[str, list[int]]:
@@ -180,7 +168,7 @@ def _token_rows(model: PreTrainedModel, ids: Sequence[int], trained_whole: Seque
     outside = [token for token in ids if not 0 <= token < rows]
     if outside:
         raise ConfigError(f"Token ids {outside} have no row in the embedding table of {rows}: load it with more rows.")
-    names = _names_of_tables(model)
+    names = table_names(model)
     if is_tied(model):
         names = [] if _trains_table(model, list(trained_whole)) else names[:1]
     return {name.rsplit(".", 1)[-1]: sorted(ids) for name in names if ids and name not in trained_whole}
@@ -192,7 +180,7 @@ def prepare_trained(model: PreTrainedModel, modules_to_save: Sequence[str], *, t
     Linear layers and embeddings are replaced by the forms that cast while used. Rows of a 16-bit table under float32
     compute cannot be trained in place: that table becomes float32.
     """
-    compute = next((m.compute_dtype for m in model.modules() if isinstance(m, StoredEmbedding)), None)
+    compute = next((m.compute_dtype for m in model.modules() if isinstance(m, UpcastEmbedding)), None)
     table = model.get_input_embeddings().weight
     if trains_tokens and compute is not None and table.dtype != compute:
         table.data = table.data.to(compute)  # the tied head shares the Parameter
@@ -209,20 +197,20 @@ def prepare_trained(model: PreTrainedModel, modules_to_save: Sequence[str], *, t
         for inner_name, inner in list(module.named_modules()):
             full = f"{name}.{inner_name}" if inner_name else name
             if type(inner) is nn.Linear:
-                model.set_submodule(full, _stored_linear(inner))
+                model.set_submodule(full, _upcast_linear(inner))
             elif type(inner) is nn.Embedding:
-                model.set_submodule(full, _stored_embedding(inner))
+                model.set_submodule(full, _upcast_embedding(inner))
 
 
-def _stored_linear(old: nn.Linear) -> StoredLinear:
+def _upcast_linear(old: nn.Linear) -> UpcastLinear:
     rows, columns = old.weight.shape  # PEFT's tied head has its two sizes the wrong way round
-    new = StoredLinear(columns, rows, bias=False, device="meta")
+    new = UpcastLinear(columns, rows, bias=False, device="meta")
     new.weight, new.bias = old.weight, old.bias
     return new.train(old.training)
 
 
-def _stored_embedding(old: nn.Embedding) -> StoredEmbedding:
-    new = StoredEmbedding(old.num_embeddings, old.embedding_dim, old.padding_idx, device="meta")
+def _upcast_embedding(old: nn.Embedding) -> UpcastEmbedding:
+    new = UpcastEmbedding(old.num_embeddings, old.embedding_dim, old.padding_idx, device="meta")
     new.compute_dtype, new.weight = old.weight.dtype, old.weight
     return new.train(old.training)
 
@@ -230,14 +218,14 @@ def _stored_embedding(old: nn.Embedding) -> StoredEmbedding:
 def inject(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, adapter_name: str = "default") -> PeftModel:
     """PEFT's injection with a random state of its own, then the dtype policy.
 
-    Adapters of layers that wait for their weights lie where the model's input belongs.
+    Adapters of layers that wait for their weights are where the model's input belongs.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         with warnings.catch_warnings():
             # PEFT asks transformers for a property under its former name; users can do nothing about it
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-            with stand_ins(model, input_device(model)):
+            with _stand_ins(model, input_device(model)):
                 peft_model = get_peft_model(model, config, adapter_name=adapter_name)
     _cast_tied_heads(peft_model)
     masters_float32(peft_model)
@@ -250,7 +238,85 @@ def _cast_tied_heads(model: nn.Module) -> None:
         if isinstance(module, ModulesToSaveWrapper):
             for name, child in module.modules_to_save.items():
                 if type(child) is nn.Linear:
-                    module.modules_to_save[name] = _stored_linear(child)
+                    module.modules_to_save[name] = _upcast_linear(child)
+
+
+def masters_float32(model: nn.Module) -> None:
+    """Make everything that belongs to an adapter float32, frozen or not. Call it after adding or loading one."""
+    for module in model.modules():
+        parts: list[Any] = []
+        if isinstance(module, BaseTunerLayer):
+            parts = [getattr(module, name, None) for name in module.adapter_layer_names]
+        elif isinstance(module, ModulesToSaveWrapper):
+            parts = [module.modules_to_save]
+        for part in parts:
+            for parameter in part.parameters() if isinstance(part, nn.Module) else []:
+                if parameter.is_floating_point() and parameter.dtype != torch.float32:
+                    parameter.data = parameter.data.float()
+
+
+def _is_deferred(model: nn.Module) -> bool:
+    """Whether parameters of ``model`` wait for their weights on the meta device, beside others that have theirs."""
+    return {parameter.is_meta for parameter in model.parameters()} == {True, False}
+
+
+def needs_weights(lora: LoraSection, targets: Targets, layers: Iterable[str]) -> str | None:
+    """Why the adapter of ``lora`` needs the weights of decoder ``layers`` when it is made; None when it does not."""
+    layers = list(layers)
+    adapted = next((name for name in targets.layers if inside(name, layers)), None)
+    if lora.init_lora_weights in ("pissa", "loftq") and adapted is not None:
+        return f"lora.init_lora_weights: {lora.init_lora_weights} starts from the weights of {adapted} and others"
+    saved = next((name for name in targets.modules_to_save if inside(name, layers)), None)
+    if saved is not None:
+        return f"lora.modules_to_save: {saved} is inside a decoder layer, and PEFT copies it at once"
+    return None
+
+
+def start_magnitudes(
+    module: nn.Module, config: LoraConfig, *, leave: Collection[str] = (), adapter_name: str = "default"
+) -> None:
+    """Make plain LoRA layers in ``module``, which have their weights now, DoRA layers as PEFT makes them at once.
+
+    ``leave`` names what in ``module`` has no weights yet.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, LoraLayer) and not inside(name, leave):
+            layer.lora_variant[adapter_name] = layer.resolve_lora_variant(config=config)
+            layer.use_dora[adapter_name] = True
+            # At injection A and B have the base's dtype while the norms of its rows are taken. What they hold is exact
+            # in it: they had it before they became float32.
+            layer._move_adapter_to_device_of_base_layer(adapter_name)
+            layer.lora_variant[adapter_name].init(layer, adapter_name=adapter_name, config=config)
+    masters_float32(module)
+
+
+def _magnitudes_to_come(layers: Iterable[nn.Module]) -> int:
+    """Trained values that `start_magnitudes` will add to ``layers``: one for each output of an adapted layer."""
+    adapted = {inner for layer in layers for inner in layer.modules() if isinstance(inner, LoraLayer)}
+    return sum(int(layer.out_features) for layer in adapted)
+
+
+@contextlib.contextmanager
+def _stand_ins(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """For a while, a tensor of one element, expanded, in place of each parameter on the meta device.
+
+    PEFT puts an adapter on the device, and at first in the dtype, of the weight that it adapts: it finds the right
+    ones, and adapters come out as over the real weight.
+    """
+    found: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                value = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+                found.append((module, name, parameter, nn.Parameter(value, requires_grad=False)))
+    for module, name, _, instead in found:
+        module._parameters[name] = instead
+    try:
+        yield
+    finally:
+        for module, name, parameter, instead in found:
+            if module._parameters[name] is instead:
+                module._parameters[name] = parameter
 
 
 START = "frugal_pissa_start"

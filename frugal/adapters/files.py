@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import safetensors
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, set_peft_model_state_dict
 from transformers import PreTrainedModel
@@ -17,14 +16,14 @@ from frugal.adapters.apply import (
     START,
     adapter_state,
     inject,
+    masters_float32,
     prepare_trained,
     refuse_adapted,
     remember_start,
 )
-from frugal.adapters.masters import masters_float32
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
 from frugal.files import atomic_path, read_json, write_json
-from frugal.models.checkpoint_files import write_tensors
+from frugal.tensor_files import read_all, read_metadata, write_tensors
 
 log = logging.getLogger("frugal.adapters")
 
@@ -44,7 +43,7 @@ def save_adapter(
     """Write adapter_model.safetensors and adapter_config.json into ``folder``, each whole or not at all.
 
     ``tensors``: the adapter under PEFT's names where ``model`` holds only a part of it (a sharded run gathers them).
-    ``base_fingerprint`` (`frugal.models.fingerprint`) is kept in the file's metadata, to notice another base later.
+    ``base_fingerprint`` (`frugal.models.resolve`) is kept in the file's metadata, to notice another base later.
     ``plain`` turns a PiSSA adapter, which belongs to a changed base, into an ordinary LoRA of twice the rank for the
     original base; other adapters are plain already.
 
@@ -62,9 +61,9 @@ def save_adapter(
     if plain and config["init_lora_weights"] == "pissa":
         whole = _plain_lora(model, whole, config)
     folder.mkdir(parents=True, exist_ok=True)
-    metadata = {"format": "pt", **({FINGERPRINT: base_fingerprint} if base_fingerprint else {})}
+    texts = {FINGERPRINT: base_fingerprint} if base_fingerprint else {}
     with atomic_path(folder / WEIGHTS) as beside:
-        write_tensors(beside, whole, metadata)
+        write_tensors(beside, whole, texts=texts)
     write_json(folder / CONFIG, config)
 
 
@@ -146,12 +145,7 @@ def _read(folder: Path) -> tuple[LoraConfig, dict[str, torch.Tensor], dict[str, 
     kind = read_json(folder / CONFIG).get("peft_type")
     if kind != "LORA":
         raise UnsupportedError(f"{folder} is an adapter of type {kind}; frugal loads LORA.")
-    config = PeftConfig.from_pretrained(str(folder))
-    try:
-        with safetensors.safe_open(str(folder / WEIGHTS), framework="pt", device="cpu") as handle:
-            return config, {key: handle.get_tensor(key) for key in handle.keys()}, handle.metadata() or {}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        raise ModelError(f"{folder / WEIGHTS} is damaged: {error}") from error
+    return PeftConfig.from_pretrained(str(folder)), read_all(folder / WEIGHTS), read_metadata(folder / WEIGHTS)
 
 
 def _check_base(folder: Path, saved: str | None, given: str | None, action: str) -> None:

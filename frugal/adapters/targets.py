@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from frugal.config import LoraSection
 from frugal.errors import ConfigError
-from frugal.models.skeleton import is_router
+from frugal.model_structure import is_router
 
 _PLAIN_NAME = re.compile(r"[\w.]+")
 

@@ -14,8 +14,7 @@ from frugal.config import Config, load_config
 from frugal.errors import CheckpointError
 from frugal.files import read_json
 from frugal.manifest import FILE_NAME, Manifest
-from frugal.models.fingerprint import base_fingerprint
-from frugal.models.resolve import BaseSource, resolve_base
+from frugal.models.resolve import ResolvedModel, base_fingerprint, resolve_base
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -50,7 +49,7 @@ class RunFolder:
                 return folder
         return None
 
-    def base_source(self, base: str | Path | None = None, *, trust_remote_code: bool = False) -> BaseSource:
+    def base_source(self, base: str | Path | None = None, *, trust_remote_code: bool = False) -> ResolvedModel:
         """The base model: ``base`` when given (it wins over what is stored), else the configuration's or the adapter's.
 
         Raises:
@@ -105,7 +104,7 @@ def _adapter_folder(folder: Path) -> Path:
     )
 
 
-def other_base(run: RunFolder, source: BaseSource) -> str | None:
+def other_base(run: RunFolder, source: ResolvedModel) -> str | None:
     """A sentence when the base found is not the one the run was trained on (by the stored fingerprint), else None."""
     stored = run.manifest.get("base", {}).get("fingerprint") or _fingerprint_in(run.adapter)
     if not stored:
@@ -130,7 +129,7 @@ def _fingerprint_in(adapter: Path) -> str | None:
     return metadata.get(FINGERPRINT)
 
 
-def check_depth(run: RunFolder, source: BaseSource) -> None:
+def check_depth(run: RunFolder, source: ResolvedModel) -> None:
     """Refuse a base with more layers than an adapter that was trained on all layers has keys for.
 
     PEFT saves ``all-linear`` as the full names it found, so that the adapter of a shallower base would fit a deeper one

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from frugal.errors import CheckpointError
+from frugal.units import disk_size
 
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.1}
 """Bytes of optimizer state a trained element: two fp32 moments, or two 8-bit ones with their block scales."""
@@ -41,8 +42,8 @@ def check_space(run_dir: Path, *, one_bytes: int, kept: int) -> None:
     need, free = one_bytes * (kept + 1), free_bytes(run_dir)
     if need > free:
         raise CheckpointError(
-            f"{run_dir}: {kept} checkpoints of {size(one_bytes)} and one being written need {size(need)} "
-            f"({need:,} bytes), {size(free)} ({free:,} bytes) are free there. "
+            f"{run_dir}: {kept} checkpoints of {disk_size(one_bytes)} and one being written need {disk_size(need)} "
+            f"({need:,} bytes), {disk_size(free)} ({free:,} bytes) are free there. "
             "Free some space, lower output.save_total_limit, or set another output.dir."
         )
 
@@ -51,12 +52,3 @@ def kept_at_once(limit: int | None, keep_best: bool, total_saves: int) -> int:
     """Most checkpoints that lie in the folder at the same time."""
     most = total_saves if limit is None else limit + int(keep_best)
     return min(most, total_saves)
-
-
-def size(count: float) -> str:
-    """`3.2 GB`; decimal units, as disks are sold and as `df -H` prints."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

@@ -13,11 +13,12 @@ import torch
 from safetensors import SafetensorError
 
 from frugal.checkpoints.rotation import aside, leftovers, list_checkpoints
-from frugal.checkpoints.space import free_bytes, size
-from frugal.checkpoints.tensors import read_tensors, refuse_pickles_in, write_tensors
+from frugal.checkpoints.space import free_bytes
 from frugal.errors import CheckpointError
 from frugal.files import fsync_file, fsync_folder, read_json, sha256_file, write_json
+from frugal.tensor_files import read_tensors, refuse_pickles_in, write_tensors
 from frugal.training.optim import OptimizerState
+from frugal.units import disk_size
 
 MARKER = "complete.json"
 FORMAT = 1
@@ -183,7 +184,7 @@ def _cannot_write(final: Path, written: int, error: Exception) -> str:
     full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(f"os error {n}" in reason for n in (28, 27, 122))
     advice = "Free some space there" if full else "Make the folder writable"
     return (
-        f"cannot write {final} ({size(written)} were written, {size(free)} = {free:,} bytes are free there): "
+        f"cannot write {final} ({disk_size(written)} were written, {disk_size(free)} = {free:,} bytes are free there): "
         f"{reason}. The unfinished folder was removed, earlier checkpoints are whole. "
         f"{advice}, then go on with --resume."
     )

@@ -18,16 +18,16 @@ from frugal.checkpoints.lock import RunLock
 from frugal.checkpoints.resume import config_hash
 from frugal.checkpoints.rotation import aside, rotate
 from frugal.checkpoints.side_files import save_side_files
-from frugal.checkpoints.tensors import read_tensors
 from frugal.checkpoints.write import ADAPTER_FILE, CheckpointParts, LoadedCheckpoint, save_checkpoint
 from frugal.config import Config, OutputSection, dump_yaml
 from frugal.distributed import group as ranks
 from frugal.distributed.strategy import Strategy
 from frugal.errors import CheckpointError
 from frugal.files import write_text
-from frugal.training.job import LoopState
+from frugal.tensor_files import read_tensors
 from frugal.training.randomness import rng_state, seed_step_noise, set_rng_state
 from frugal.training.schedule import TrainPlan
+from frugal.training.setup import LoopState
 
 
 @dataclass

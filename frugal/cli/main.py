@@ -30,8 +30,8 @@ from frugal.cli.options import (
 )
 from frugal.cli.plan import plan
 from frugal.config import config_schema, dump_yaml, load_config
+from frugal.config.docs import config_page
 from frugal.config.shipped import copy_config, launch_configs, shipped_config, shipped_configs, summary
-from frugal.config.write import config_page
 from frugal.errors import ConfigError
 from frugal.files import write_text
 
@@ -84,7 +84,7 @@ def preview(
     """Show what will be trained: rendered rows with trained tokens marked, counts and lengths."""
     loaded = load_config(config, overrides or ())
     with contextlib.nullcontext() if html is None else writing(html, "--html"):
-        imported("frugal.run.train", "preview")(loaded, html=html, rows=rows)
+        imported("frugal.run.preview", "preview")(loaded, html=html, rows=rows)
     if html is not None:
         print(f"wrote {html}")
 
@@ -121,7 +121,7 @@ def chat(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk to a trained model."""
-    loaded = imported("frugal.inference.chat", "load_run")(
+    loaded = imported("frugal.inference.load", "load_run")(
         run, base=base, allow_other_base=allow_other_base, trust_remote_code=trust_remote_code
     )
     imported("frugal.inference.chat", "chat")(
@@ -136,7 +136,7 @@ def evaluate(
     data: Annotated[str | None, typer.Option(metavar="PATH", help="Other rows than the run's evaluation rows.")] = None,
 ) -> None:
     """Loss and perplexity of a trained model."""
-    result = imported("frugal.run.train", "evaluate")(run, data=data)
+    result = imported("frugal.run.evaluate", "evaluate")(run, data=data)
     if isinstance(result, dict):
         for key, value in result.items():
             print(f"{key}: {value:.6g}" if isinstance(value, float) else f"{key}: {value}")
@@ -186,7 +186,7 @@ def doctor(
         found = imported("frugal.verification", "examine")()
         print(json.dumps(found.to_json(), indent=2, ensure_ascii=False))
     else:
-        found = imported("frugal.verification", "doctor")(imported("frugal.training.progress", "safe_console")())
+        found = imported("frugal.verification", "doctor")(imported("frugal.console", "safe_console")())
     if not found.passed:
         raise typer.Exit(1)
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from frugal.data.order import step_batches
     from frugal.data.preflight import TemplateReport
     from frugal.data.preview import PreviewData, preview_rows, render_preview
-    from frugal.data.preview_html import write_preview_html
     from frugal.data.prompt import encode_prompt
     from frugal.data.templates import TEMPLATES, choose_template
     from frugal.data.types import Example, Message, TokenRow
@@ -35,7 +34,6 @@ _HOME = {
     "preview_rows": "preview",
     "render_preview": "preview",
     "step_batches": "order",
-    "write_preview_html": "preview_html",
 }
 
 __all__ = [
@@ -55,7 +53,6 @@ __all__ = [
     "preview_rows",
     "render_preview",
     "step_batches",
-    "write_preview_html",
 ]
 
 

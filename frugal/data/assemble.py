@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from frugal.config.models import DataSection
+from frugal.config import DataSection
 from frugal.data import cache
 from frugal.data.account import Account
 from frugal.data.dataset import TokenDataset

@@ -25,19 +25,20 @@ from typing import Any
 
 import numpy as np
 import platformdirs
+import torch
 from filelock import FileLock
-from safetensors.numpy import save_file
 
-from frugal.config.models import DataSection
+from frugal.config import DataSection
 from frugal.data.dataset import TokenDataset
 from frugal.data.measure import SetCount
 from frugal.data.prepare import RowPreparer
 from frugal.data.types import Example
+from frugal.errors import ModelError
 from frugal.files import fsync_file, fsync_folder, read_json, write_json
+from frugal.tensor_files import map_arrays, write_tensors
 
 _ARRAYS = ("input_ids", "trained", "doc_starts", "row_docs", "origins")
 _UNUSED_DAYS = 60
-_DTYPES = {"I32": np.int32, "I64": np.int64, "BOOL": np.bool_}
 
 
 def default_folder() -> Path:
@@ -89,11 +90,11 @@ def load(folder: Path, key: str) -> tuple[TokenDataset, SetCount] | None:
         stored = read_json(meta)
         if stored["key"] != key or tokens.stat().st_size != stored["bytes"]:
             return None
-        arrays = _mapped(tokens)
+        arrays = map_arrays(tokens)
         with contextlib.suppress(OSError):  # another user's cache may be read-only
             os.utime(meta)  # says that the entry is in use, see `_tidy`
         return TokenDataset(**{name: arrays[name] for name in _ARRAYS}), SetCount.from_json(stored["count"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ModelError, ValueError, KeyError, TypeError):
         return None  # incomplete or of another layout: it is made anew and replaced
 
 
@@ -104,7 +105,8 @@ def store(folder: Path, key: str, dataset: TokenDataset, count: SetCount) -> Non
     beside.mkdir()
     try:
         tokens = beside / "tokens.safetensors"
-        save_file({name: np.ascontiguousarray(getattr(dataset, name)) for name in _ARRAYS}, tokens)
+        arrays = {name: torch.from_numpy(np.ascontiguousarray(getattr(dataset, name))) for name in _ARRAYS}
+        write_tensors(tokens, arrays, allow_empty=True)
         fsync_file(tokens)
         write_json(beside / "meta.json", {"key": key, "bytes": tokens.stat().st_size, "count": count.to_json()})
         entry = folder / key
@@ -127,24 +129,3 @@ def _tidy(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
             if not path.name.startswith("."):
                 (folder / f".{path.name}.lock").unlink(missing_ok=True)
-
-
-def _mapped(path: Path) -> dict[str, np.ndarray]:
-    """Arrays of a safetensors file without reading them: an 8-byte header length, a JSON header, then the data."""
-    with open(path, "rb") as handle:
-        size = int.from_bytes(handle.read(8), "little")
-        if size > path.stat().st_size:
-            raise ValueError("the header is longer than the file")
-        header = json.loads(handle.read(size))
-    arrays: dict[str, np.ndarray] = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype, shape, begin = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"][0]
-        empty = 0 in shape
-        arrays[name] = (
-            np.zeros(shape, dtype)
-            if empty
-            else np.memmap(path, dtype=dtype, mode="r", offset=8 + size + begin, shape=shape)
-        )
-    return arrays

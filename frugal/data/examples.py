@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from frugal.config.models import DataSection, SourceSection
+from frugal.config import DataSection, SourceSection
 from frugal.data.account import Account, SourceCount
 from frugal.data.faults import BadRow, RawRow, RowFault
 from frugal.data.formats import apply_columns, check_columns, convert, detect_format, wrong_format_advice

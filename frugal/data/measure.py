@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from frugal.config.models import DataSection
+from frugal.config import DataSection
 from frugal.data.account import Account
 from frugal.data.dataset import TokenDataset
 from frugal.data.pack import fill_rate, pack

@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from frugal.config.models import DataSection
+from frugal.config import DataSection
 from frugal.data.account import Account
 from frugal.data.assemble import build_from, make_preparer
 from frugal.data.examples import load_train_eval

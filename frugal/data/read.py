@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import BinaryIO, cast
 
 from frugal.assets import CATALOGUE, DEFAULT_DATA_FILE, fetch, is_known
-from frugal.config.models import SourceSection
+from frugal.config import SourceSection
 from frugal.data.account import Account
 from frugal.data.faults import BadRow, RawRow, RowFault
 from frugal.data.folders import choose_files, is_datasets_folder, shown_name

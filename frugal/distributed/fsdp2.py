@@ -35,7 +35,7 @@ from frugal.distributed.blockwise import part_of_state, whole_state
 from frugal.distributed.optimizer_state import OptimizerState, Tensors, load_optimizer_state, optimizer_state
 from frugal.distributed.strategy import MakeOptimizer, Strategy, digest
 from frugal.distributed.tensors import fill, local, total_norm, whole
-from frugal.models.deferred_layers import decoder_layers
+from frugal.model_structure import decoder_layers
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from frugal.assets import is_known
 from frugal.checkpoints.run_folder import RunFolder
 from frugal.config import Config
 from frugal.files import read_json
-from frugal.models.resolve import BaseSource
+from frugal.models.resolve import ResolvedModel
 
 
 def adapter_card(
@@ -98,7 +98,7 @@ def _use(config: Config) -> list[str]:
     return lines
 
 
-def merged_card(run: RunFolder, source: BaseSource, report: Sequence[str]) -> str:
+def merged_card(run: RunFolder, source: ResolvedModel, report: Sequence[str]) -> str:
     """README.md of a merged model: what it came from and what the merge measured."""
     base = _public_name(source.name)
     lines = [
@@ -124,7 +124,7 @@ def merged_card(run: RunFolder, source: BaseSource, report: Sequence[str]) -> st
     return "\n".join(lines).rstrip() + "\n"
 
 
-def without_folders(text: str, run: RunFolder, source: BaseSource) -> str:
+def without_folders(text: str, run: RunFolder, source: ResolvedModel) -> str:
     """``text`` with the folders of this machine reduced to their last part, so that it can be published."""
     for folder in (str(source.path), str(run.adapter), str(run.root), source.name):
         text = text.replace(folder, _public_name(folder))

@@ -18,7 +18,8 @@ from frugal.exports.merge_io import OutTensor, plan_shards, write_shards
 from frugal.exports.merge_math import Maker, WeightPlan
 from frugal.exports.merge_plan import MergePlan, plan_merge
 from frugal.files import fsync_folder, read_json, write_json, write_text
-from frugal.models.resolve import BaseSource
+from frugal.models.resolve import ResolvedModel
+from frugal.units import disk_size, seconds
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MOST_SUPPRESSED = 4096
@@ -53,7 +54,7 @@ class MergeReport:
         """The report as lines of text for the terminal."""
         out = [
             f"merged {self.adapted} of {self.tensors} tensors into {self.out}: {self.dtype}, {self.shards} file(s), "
-            f"{self.n_bytes / 1e6:.1f} MB, {self.seconds:.1f} s",
+            f"{disk_size(self.n_bytes)}, {seconds(self.seconds)}",
             f"base weights: {self.weights} ({self.base}); {self.tied}",
         ]
         update = self.difference["update_over_weights"]
@@ -172,7 +173,7 @@ def _new_folder(out: Path) -> Path:
     return out
 
 
-def _check_base(run: RunFolder, source: BaseSource, allow_other_base: bool) -> list[str]:
+def _check_base(run: RunFolder, source: ResolvedModel, allow_other_base: bool) -> list[str]:
     sentence = other_base(run, source)
     if sentence is None:
         return []
@@ -203,7 +204,7 @@ def _check_space(folder: Path, n_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < n_bytes * 1.02 + (32 << 20):
         raise CheckpointError(
-            f"{folder} has {free / 1e9:.2f} GB free, the merged model needs {n_bytes / 1e9:.2f} GB. "
+            f"{folder} has {disk_size(free)} free, the merged model needs {disk_size(n_bytes)}. "
             "Free space or choose another folder."
         )
 
@@ -211,7 +212,7 @@ def _check_space(folder: Path, n_bytes: int) -> None:
 def _write_side_files(
     folder: Path,
     run: RunFolder,
-    source: BaseSource,
+    source: ResolvedModel,
     plan: MergePlan,
     dtype: str,
     surplus: list[int],

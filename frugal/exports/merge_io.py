@@ -1,4 +1,4 @@
-"""A model folder's shards: which tensors it holds, and writing shards tensor by tensor.
+"""Writing a model folder's shards, tensor by tensor.
 
 No shard is mapped or held: the memory in use is one tensor, or one block of rows of it.
 """
@@ -14,24 +14,9 @@ from typing import BinaryIO
 
 import torch
 
-from frugal.errors import CheckpointError, ModelError
+from frugal.errors import CheckpointError
 from frugal.files import fsync_folder, write_json
-from frugal.models.checkpoint_files import StoredTensor, header_bytes, read_header
-from frugal.models.resolve import missing_weights, weight_files
-
-
-def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a model folder (`model.safetensors`, or its shards by the index), in the order of the files.
-
-    Raises:
-        ModelError: no safetensors there, or the index names a file that is missing.
-    """
-    if missing := missing_weights(folder):
-        raise ModelError(f"{folder} is incomplete: missing {', '.join(missing)}.")
-    tensors: dict[str, StoredTensor] = {}
-    for file in weight_files(folder):
-        tensors.update(sorted(read_header(file).items(), key=lambda item: item[1].begin))
-    return tensors
+from frugal.tensor_files import header_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from math import sqrt
 import torch
 
 from frugal.codecs.nf4 import NF4Tensors, quantize_nf4
-from frugal.models.checkpoint_files import StoredTensor
+from frugal.tensor_files import StoredTensor
 
 ROW_BYTES = 1 << 20
 """Stored size of a block of rows; about ten fp32 copies of it exist while it is updated and measured."""

@@ -21,10 +21,10 @@ from torch import nn
 from transformers import AutoConfig
 
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
-from frugal.exports.merge_io import read_folder
 from frugal.exports.merge_math import LoraUpdate, WeightPlan
-from frugal.models.checkpoint_files import StoredTensor, read_header
+from frugal.models.resolve import stored_tensors
 from frugal.models.skeleton import KeyMap, build_meta, linear_kinds, map_keys
+from frugal.tensor_files import StoredTensor, read_header
 
 PREFIX = "base_model.model."
 NAME = "default"
@@ -90,7 +90,7 @@ def fit_adapter(base: Path, adapter: Path, *, trust_remote_code: bool = False) -
         CheckpointError: keys or shapes of the adapter do not fit the base; missing and unexpected keys are listed.
         UnsupportedError: the base is quantised already.
     """
-    stored, tensors = read_folder(base), read_header(adapter_file(adapter))
+    stored, tensors = stored_tensors(base), read_header(adapter_file(adapter))
     config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedError(
@@ -103,7 +103,7 @@ def fit_adapter(base: Path, adapter: Path, *, trust_remote_code: bool = False) -
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns about ties and meta tensors, both are handled here
         model = build_meta(config, trust_remote_code=trust_remote_code)
-        keys = map_keys(model, stored, {name: tensor.shape for name, tensor in stored.items()})
+        keys = map_keys(model, stored)
         linears = {f"{name}.weight" for name in linear_kinds(model)[0]}
         rows = _vocab_rows(model, peft_config, tensors)
         if rows != model.get_input_embeddings().weight.shape[0]:

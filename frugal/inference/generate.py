@@ -13,7 +13,7 @@ from transformers import GenerationConfig, TextStreamer
 from frugal.checkpoints.side_files import stop_ids
 from frugal.data import Message, encode_prompt
 from frugal.errors import DataError
-from frugal.models.host_embedding import input_device
+from frugal.model_structure import input_device
 
 Messages = list[dict[str, str]]
 MOST_SUPPRESSED = 4096

@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from frugal.errors import UnsupportedError
 from frugal.memory.offload import DiskStore, HostStore, Slot, Store
+from frugal.model_structure import decoder_layers
 from frugal.ops import recompute
 
 Policy = Literal["none", "recompute", "offload", "disk", "auto"]
@@ -45,7 +46,7 @@ def apply_activation_checkpointing(
     handle = CheckpointHandle(chosen)
     if chosen == "none":
         return handle
-    layers = _outermost_layers(model)
+    layers = decoder_layers(model)
     if not layers:
         raise UnsupportedError(
             f"memory.checkpoint: {policy} needs decoder layers derived from transformers' GradientCheckpointingLayer, "
@@ -69,15 +70,6 @@ def apply_activation_checkpointing(
             handle.attach(module, _not_a_layer)
     handle.layers = list(layers)
     return handle
-
-
-def _outermost_layers(model: nn.Module) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, GradientCheckpointingLayer) and not inside:
-            found[name] = module
-    return found
 
 
 def _refuse_hooked_parameters(layers: dict[str, nn.Module]) -> None:

@@ -345,6 +345,11 @@ class LiveBytesMeter:
             record.died = self._clock
             self._total -= record.nbytes
 
+    @property
+    def inside_module(self) -> bool:
+        """Whether a forward pass of the model is under way."""
+        return len(self._stack) > 1
+
     # ---- the answer ----------------------------------------------------------------------------------------------
 
     @property

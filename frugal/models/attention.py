@@ -21,8 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from frugal.errors import UnsupportedError
-from frugal.models.deferred_layers import HeldLayers
-from frugal.models.host_embedding import input_device
+from frugal.model_structure import input_device
+from frugal.models.deferred_layers import DeferredLayers
+from frugal.models.equivalence import largest_difference, model_tolerance, probe
 from frugal.ops import Choice, attention, choose
 from frugal.ops.fake import is_fake
 from frugal.ops.planned import planned_attention, stands_for_cuda
@@ -205,20 +206,20 @@ class AttentionChoice:
 
 
 def use_attention(
-    model: Any, implementation: str = AUTO, *, prove: bool = True, held: HeldLayers | None = None
+    model: Any, implementation: str = AUTO, *, prove: bool = True, deferred: DeferredLayers | None = None
 ) -> AttentionChoice:
     """Switch a loaded transformers model to frugal attention where that is exact; else leave it and say why.
 
     Left alone: models whose attention does not go through `AttentionInterface`, attention sinks, dropout in attention,
-    and anything whose logits on a tiny random batch differ from the stock ones (by 1e-4 of the largest in fp32, 3e-2
-    in 16 bits). ``prove=False`` leaves that comparison out: a model without memory has no numbers. Where decoder layers
-    are ``held``, one of each kind is compared by itself.
+    and anything whose logits on a tiny random batch differ from the stock ones (`frugal.models.equivalence`).
+    ``prove=False`` leaves that comparison out: a model without memory has no numbers. Where decoder layers are
+    ``deferred``, one of each kind is compared by itself.
 
     ``implementation`` (`memory.attention`) other than "auto" is used or is an error: `UnsupportedError` says what
     stands against it.
     """
     before = model.config._attn_implementation
-    choice = _switched(model, before, implementation, prove, held)
+    choice = _switched(model, before, implementation, prove, deferred)
     if choice.name == before and implementation != AUTO:
         raise UnsupportedError(
             f"memory.attention: {implementation} was asked for, but this model keeps {before}: {choice.reason}. "
@@ -227,7 +228,9 @@ def use_attention(
     return choice
 
 
-def _switched(model: Any, before: str, implementation: str, prove: bool, held: HeldLayers | None) -> AttentionChoice:
+def _switched(
+    model: Any, before: str, implementation: str, prove: bool, deferred: DeferredLayers | None
+) -> AttentionChoice:
     name = register(implementation)
     if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
         return AttentionChoice(before, "the model does not use transformers' AttentionInterface")
@@ -239,19 +242,17 @@ def _switched(model: Any, before: str, implementation: str, prove: bool, held: H
         return AttentionChoice(NAME, "by structure, not proven")
     by_layer = _by_layer(model, implementation)
     error, failure = 0.0, None
-    wholes = [contextlib.nullcontext()] if held is None else [held.only(layer) for layer in held.kinds()]
+    wholes = [contextlib.nullcontext()] if deferred is None else [deferred.only(layer) for layer in deferred.kinds()]
     try:
         for whole in wholes:
             with whole:
                 model.set_attn_implementation(before)
-                want = _probe(model)
+                want = _logits(model)
                 model.set_attn_implementation(name)
-                difference = float((_probe(model) - want).abs().max())
-            largest = float(want.abs().max())
-            tolerance = (1e-4 if next(model.parameters()).dtype == torch.float32 else 3e-2) * max(largest, 1e-6)
-            if not difference <= tolerance:
-                failure = failure or f"logits differ by {difference:.2g} (largest {largest:.2g})"
-            error = max(error, difference)
+                apart, largest = largest_difference(want, _logits(model))
+            if not apart <= model_tolerance(model) * max(largest, 1e-6):
+                failure = failure or f"logits differ by {apart:.2g} (largest {largest:.2g})"
+            error = max(error, apart)
     except UnsupportedError as refusal:
         failure = str(refusal)
     if failure is None:
@@ -261,8 +262,12 @@ def _switched(model: Any, before: str, implementation: str, prove: bool, held: H
     return AttentionChoice(before, failure)
 
 
+def _logits(model: Any) -> Tensor:
+    return probe(model, lambda **inputs: model(**inputs).logits)[0]
+
+
 def _by_layer(model: Any, implementation: str) -> dict[str, Choice]:
-    """What the table chooses for the model's heads, window and soft cap on the device where it lies."""
+    """What the table chooses for the model's heads, window and soft cap on the device where it is."""
     config = model.config.get_text_config()
     device, dtype = input_device(model), model.get_input_embeddings().weight.dtype
     heads = getattr(config, "num_attention_heads", 1)
@@ -279,21 +284,3 @@ def _by_layer(model: Any, implementation: str) -> dict[str, Choice]:
     if window and "sliding_attention" in kinds:
         found["sliding"] = choose("attention", device, dtype, window=window, **facts)
     return found
-
-
-@torch.no_grad()
-def _probe(model: Any) -> Tensor:
-    """Logits of two short rows, the second with padding at its end (left out of the result), in fp32."""
-    device = input_device(model)
-    vocab = model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocab, (2, 13), generator=generator).to(device)
-    mask = torch.ones_like(ids)
-    mask[1, 9:] = 0
-    was_training = model.training
-    model.eval()
-    try:
-        logits: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
-    finally:
-        model.train(was_training)
-    return torch.cat([logits[0], logits[1, :9]])

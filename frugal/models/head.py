@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frugal.models.host_embedding import input_device
-from frugal.models.lora_layers import LinearParts, gathered, linear_parts, one_adapter, whole_weight
+from frugal.models.equivalence import largest_difference, model_tolerance, probe
+from frugal.models.lora_layers import LoraWeights, gathered, lora_weights, one_adapter, whole_weight
 from frugal.ops import linear_cross_entropy
 from frugal.ops.weights import matmul_t
 
 IGNORE_INDEX = -100
+_PROBE_TOKENS = 5  # each gives a row of logits
 # Names under which transformers' families keep what they do to logits: multiplied by, divided by, capped at.
 _SCALES = ("logit_scale", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
@@ -116,15 +117,15 @@ class HeadSpec:
 
     def _refusal(self) -> str | None:
         """Why the head as it is now cannot be computed in chunks (PEFT may have switched adapters since the proof)."""
-        parts = linear_parts(self.head)
+        parts = lora_weights(self.head)
         if isinstance(parts, str):
             return parts
         if len(parts.adapters) > 1 and any(adapter.dropout for adapter in parts.adapters):
             return "several adapters with a dropout each"
         return None
 
-    def _parts(self) -> LinearParts:
-        parts, refusal = linear_parts(self.head), self._refusal()
+    def _parts(self) -> LoraWeights:
+        parts, refusal = lora_weights(self.head), self._refusal()
         if refusal is not None or isinstance(parts, str):
             raise RuntimeError(f"the head changed after it was proven: {refusal}. Call loss_sum, or split_head again")
         return parts
@@ -153,8 +154,8 @@ def _loss_of_logits(
 def split_head(model: Any, *, prove: bool = True) -> HeadSpec:
     """Decoder and head of a causal language model (plain or wrapped by PEFT), proven on random tokens.
 
-    The proof compares `HeadSpec.logits` with the stock logits for two short rows: 1e-4 of the largest logit in fp32,
-    3e-2 in 16 bits. Soft cap and scale are the family's config values, or a constant ratio that was measured.
+    The proof compares `HeadSpec.logits` with the stock logits for two short rows (`frugal.models.equivalence`). Soft
+    cap and scale are the family's config values, or a constant ratio that was measured.
     ``prove=False`` takes the config's word: a model without memory has no numbers.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -164,7 +165,7 @@ def split_head(model: Any, *, prove: bool = True) -> HeadSpec:
     if head is None or decoder is inner:
         stock.reason = "no separate decoder and head found: stock logits"
         return stock
-    parts = linear_parts(head)
+    parts = lora_weights(head)
     if isinstance(parts, str):
         stock.reason = f"head: {parts}; stock logits"
         return stock
@@ -173,18 +174,21 @@ def split_head(model: Any, *, prove: bool = True) -> HeadSpec:
     softcap = _first(config, _SOFTCAPS, None)
     if not prove:
         return HeadSpec(model, decoder, head, scale, softcap, True, "by structure, not proven")
-    wide = model.get_input_embeddings().weight.dtype
-    tolerance = 1e-4 if wide in (torch.float32, torch.float64) else 3e-2
-    with torch.no_grad():
-        hidden, want = _probe(model, decoder)
-        spec = HeadSpec(model, decoder, head, scale, softcap, True, "")
-        error = _error(spec.logits(hidden), want)
-        if error > tolerance and softcap is None:
-            # A family may scale its logits under a name we do not know: a constant ratio shows that.
-            plain = HeadSpec(model, decoder, head, 1.0, None, True, "").logits(hidden).float()
-            spec.logit_scale = float((plain * want).sum() / plain.square().sum().clamp(min=1e-30))
-            error = _error(spec.logits(hidden), want)
-    if error <= tolerance:
+    allowed = model_tolerance(model)
+    hidden, want = probe(
+        model,
+        lambda **inputs: decoder(**inputs).last_hidden_state,
+        lambda **inputs: model(**inputs).logits,
+        tokens=_PROBE_TOKENS,
+    )
+    spec = HeadSpec(model, decoder, head, scale, softcap, True, "")
+    error = _error(spec, hidden, want)
+    if error > allowed and softcap is None:
+        # A family may scale its logits under a name we do not know: a constant ratio shows that.
+        plain = HeadSpec(model, decoder, head, 1.0, None, True, "").logits(hidden).float()
+        spec.logit_scale = float((plain * want).sum() / plain.square().sum().clamp(min=1e-30))
+        error = _error(spec, hidden, want)
+    if error <= allowed:
         what = f"scale {spec.logit_scale:g}" + ("" if softcap is None else f", soft cap {softcap:g}")
         spec.reason = f"logits equal to the stock model's (relative difference {error:.1g}; {what})"
         return spec
@@ -200,21 +204,6 @@ def _first(config: Any, names: tuple[str, ...], default: Any) -> Any:
     return default
 
 
-def _error(got: Tensor, want: Tensor) -> float:
-    return float((got.float() - want).abs().max() / want.abs().max().clamp(min=1e-30))
-
-
-def _probe(model: Any, decoder: Any) -> tuple[Tensor, Tensor]:
-    """Hidden states and stock logits (fp32) of two short random rows, dropout off, modes restored."""
-    embedding = model.get_input_embeddings()
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, embedding.weight.shape[0], (2, 5), generator=generator).to(input_device(model))
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        hidden: Tensor = decoder(input_ids=ids, use_cache=False).last_hidden_state
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits.float()
-    finally:
-        for module, training in modes.items():
-            module.training = training
-    return hidden, logits
+def _error(spec: HeadSpec, hidden: Tensor, want: Tensor) -> float:
+    apart, largest = largest_difference(want, spec.logits(hidden))
+    return apart / max(largest, 1e-30)

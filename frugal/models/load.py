@@ -6,14 +6,14 @@ tensor.
 
 Dtypes. NF4 codes come from the checkpoint's own numbers. What is dense and 16-bit in the checkpoint stays 16-bit: cast
 to the compute dtype where that is a 16-bit one, else (float32 compute) embeddings, head and unquantised linear layers
-keep their bytes and are widened while used (`frugal.models.upcast_on_use`), and only vectors (norms, biases) become
+keep their bytes and are widened while used (`frugal.codecs.upcast_on_use`), and only vectors (norms, biases) become
 float32. A float32 checkpoint is cast to the compute dtype.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -21,17 +21,29 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from frugal.codecs.nf4 import NF4Linear
+from frugal.codecs.upcast_on_use import upcast_on_use
 from frugal.errors import ModelError, UnsupportedError
-from frugal.models.checkpoint_files import StoredTensor, read_header
-from frugal.models.deferred_layers import NO_LAYERS, HeldLayers, cannot_hold, decoder_layers, hold, inside
-from frugal.models.host_embedding import put_on_host
-from frugal.models.materialize import Placement, place, put, resident_dtype
+from frugal.model_structure import decoder_layers, inside, is_tied, table_names
+from frugal.models.deferred_layers import NO_LAYERS, DeferredLayers, defer, not_by_layer
+from frugal.models.materialize import (
+    LoadedTensor,
+    materialize,
+    pending,
+    resident_dtype,
+    set_resident_dtypes,
+    set_tensor,
+)
+from frugal.models.modules.host_embedding import put_on_host
 from frugal.models.report import LoadReport, count_bytes, count_parameters, dtype_name
-from frugal.models.resolve import BaseSource, weight_files
-from frugal.models.skeleton import KeyMap, build_meta, fill_buffers, ignorable, linear_kinds, map_keys, put_nf4
-from frugal.models.upcast_on_use import keep_stored
+from frugal.models.resolve import ResolvedModel, stored_tensors
+from frugal.models.skeleton import KeyMap, build_meta, fill_buffers, ignorable, insert_nf4, linear_kinds, map_keys
+from frugal.tensor_files import StoredTensor
 
-__all__ = ["LoadedBase", "load_base", "resident_dtype"]
+__all__ = ["LoadedBase", "Weights", "load_base", "resident_dtype"]
+
+Weights = Literal["files", "layerwise", "meta"]
+"""Where weights come from. files: all are read. layerwise: those of decoder layers later, one layer at a time. meta:
+nowhere, tensors have dtypes and shapes alone."""
 
 
 @dataclass
@@ -40,12 +52,14 @@ class LoadedBase:
 
     model: PreTrainedModel
     report: LoadReport
-    held: HeldLayers | None = None
+    deferred: DeferredLayers | None = None
     """The decoder layers that wait for their weights; None when everything is loaded."""
+    tensors: list[LoadedTensor] = field(default_factory=list)
+    """With weights "meta": what loading would read to the device, in the model's order."""
 
 
 def load_base(
-    source: BaseSource,
+    source: ResolvedModel,
     *,
     quantize: Literal["nf4", "none"] = "nf4",
     double_quant: bool = True,
@@ -53,31 +67,33 @@ def load_base(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     vocab_size: int | None = None,
-    hold_layers: bool = False,
+    weights: Weights = "files",
     host_embedding: bool = False,
+    skeleton: PreTrainedModel | None = None,
 ) -> LoadedBase:
     """Load ``source`` frozen, in eval mode, on ``device``, computing in ``dtype``.
 
     ``vocab_size``: rows that the embedding table must have at least (`frugal.models.tokenizer.rows_needed`); new rows
     start as the mean of the old ones. A table that is larger already stays as it is.
 
-    ``hold_layers`` loads embeddings, norms and head, and leaves the decoder layers on the meta device, each to be
-    filled by itself: `LoadedBase.held`. The report counts them as if they were there.
+    With ``weights`` "layerwise" embeddings, norms and head are loaded, and the decoder layers stay on the meta device,
+    each to be filled by itself: `LoadedBase.deferred`. The report counts them as if they were there.
 
-    ``host_embedding`` leaves the embedding table on the host (`frugal.models.host_embedding`), where it is read to.
+    ``host_embedding`` leaves the embedding table on the host (`frugal.models.modules.host_embedding`), where it is read
+    to. ``skeleton`` is what `build_meta` gives for ``source``, where the caller has it already; it becomes the model.
 
     Raises:
         ModelError: the checkpoint is damaged, or weights are missing (all of them named).
-        UnsupportedError: it is quantised already, transformers has no class for it, or its layers cannot be held.
+        UnsupportedError: it is quantised already, transformers has no class for it, or its layers cannot be deferred.
     """
     start, device = time.monotonic(), torch.device(device)
-    config = source.config()
-    if getattr(config, "quantization_config", None) is not None:
+    config = source.config() if skeleton is None else skeleton.config
+    if weights != "meta" and getattr(config, "quantization_config", None) is not None:
         raise UnsupportedError(
             f"{source.name} is quantised already (quantization_config in its config.json). Give the original 16-bit "
             "model: frugal quantises while loading."
         )
-    model = build_meta(config, trust_remote_code=trust_remote_code)
+    model = build_meta(config, trust_remote_code=trust_remote_code) if skeleton is None else skeleton
     report = LoadReport(
         base=source.reference,
         architecture=type(model).__name__,
@@ -88,60 +104,95 @@ def load_base(
     )
     linears, report.kept = linear_kinds(model)
     report.quantized = linears if quantize == "nf4" else []
-    entries: dict[str, StoredTensor] = {}
-    for path in weight_files(source.path):
-        entries.update(read_header(path))
-    keys = map_keys(model, entries, {name: entry.shape for name, entry in entries.items()})
-    report.route_reason = keys.conversion
-    if not report.route_reason:
-        put_nf4(model, report.quantized, double_quant)
-        unset = fill_buffers(model, device)
-        if unset:
-            report.route_reason = f"buffers that the model does not initialise itself: {', '.join(unset[:3])}"
-    waiting = decoder_layers(model) if hold_layers else {}
-    if hold_layers and (reason := report.route_reason or (not waiting and NO_LAYERS)):
-        raise UnsupportedError(cannot_hold(reason))
-    targets: dict[str, StoredTensor] = {}
-    if report.route_reason:
-        report.route = "transformers"
-        model = _through_transformers(source, report, trust_remote_code, double_quant, dtype, device)
+    loaded, later = LoadedBase(model, report), dict[str, StoredTensor]()
+    if weights == "meta":
+        loaded.tensors = _without_memory(model, report, double_quant, dtype, host_embedding)
     else:
-        found = {target: entries[name] for name, target in keys.targets.items()}
-        targets = {name: entry for name, entry in found.items() if inside(name, waiting)}
-        table = _name_of_table(model) if host_embedding else ""
-        now = {name: entry for name, entry in found.items() if name not in targets}
-        on_host = {name: now.pop(name) for name in (table,) if name in now}
-        place(_places(model, now), dtype, device)
-        place(_places(model, on_host), dtype, torch.device("cpu"))
-        expected = hold(model, targets, dtype)
-        _tie(model, keys)
-        _refuse_missing(model, source, expected)
-        report.unexpected = ignorable(model, keys.unexpected, missing=False)
+        later = _read_weights(
+            loaded,
+            source,
+            double_quant=double_quant,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            layerwise=weights == "layerwise",
+            host_embedding=host_embedding,
+        )
+    model = loaded.model
     model.requires_grad_(False)
     if vocab_size is not None:
         report.resized_rows = _grow(model, vocab_size)
-    report.stored = keep_stored(model, dtype)
-    _finish(model, source)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    report.tied_head = head is not None and head.weight is embedding.weight
+    report.stored = upcast_on_use(model, dtype)
+    if (source.path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source.path)
+    model.config._name_or_path = model.name_or_path = source.reference
+    model.eval()
+    report.tied_head = is_tied(model)
     report.parameters, report.bytes_by_kind = count_parameters(model), count_bytes(model)
     if host_embedding:
-        put_on_host(model, device, dtype)
-        report.keeps_on_host(embedding.weight)
+        report.keeps_on_host(put_on_host(model, device, dtype).weight)
+    if weights == "layerwise":  # now: modules were replaced up to here
+        loaded.deferred = DeferredLayers(model, later, dtype, device)
     report.seconds = time.monotonic() - start
-    return LoadedBase(model, report, HeldLayers(model, targets, dtype, device) if hold_layers else None)
+    return loaded
 
 
-def _name_of_table(model: PreTrainedModel) -> str:
-    table = model.get_input_embeddings()
-    return next(f"{name}.weight" for name, module in model.named_modules() if module is table)
+def _without_memory(
+    model: PreTrainedModel, report: LoadReport, double_quant: bool, dtype: torch.dtype, host_embedding: bool
+) -> list[LoadedTensor]:
+    """Layers and dtypes as loading leaves them, on the meta device; what it would read to the device."""
+    found = getattr(model.config, "dtype", None)
+    stored = found if isinstance(found, torch.dtype) else torch.bfloat16  # where the configuration does not say
+    dense = {name: parameter.numel() * stored.itemsize for name, parameter in model.named_parameters()}
+    insert_nf4(model, report.quantized, double_quant)
+    tensors = set_resident_dtypes(model, dense, stored, dtype)
+    on_host = f"{table_names(model)[0]}.weight" if host_embedding else ""
+    return [tensor for tensor in tensors if tensor.name != on_host]
 
 
-def _places(model: PreTrainedModel, targets: dict[str, StoredTensor]) -> list[Placement]:
-    return [
-        Placement(entry, model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-        for name, entry in targets.items()
-    ]
+def _read_weights(
+    loaded: LoadedBase,
+    source: ResolvedModel,
+    *,
+    double_quant: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+    layerwise: bool,
+    host_embedding: bool,
+) -> dict[str, StoredTensor]:
+    """Fill ``loaded`` from files, tensor by tensor, or through transformers where names do not map one to one.
+
+    Returns the tensors that wait, by their name in the model.
+    """
+    model, report = loaded.model, loaded.report
+    entries = stored_tensors(source.path)
+    keys = map_keys(model, entries)
+    report.route_reason = keys.conversion
+    if not report.route_reason:
+        insert_nf4(model, report.quantized, double_quant)
+        unset = fill_buffers(model, device)
+        if unset:
+            report.route_reason = f"buffers that the model does not initialise itself: {', '.join(unset[:3])}"
+    layers = decoder_layers(model) if layerwise else {}
+    if layerwise and (reason := report.route_reason or (not layers and NO_LAYERS)):
+        raise UnsupportedError(not_by_layer(reason))
+    if report.route_reason:
+        report.route = "transformers"
+        loaded.model = _through_transformers(source, report, trust_remote_code, double_quant, dtype, device)
+        return {}
+    found = {target: entries[name] for name, target in keys.targets.items()}
+    later = {name: entry for name, entry in found.items() if inside(name, layers)}
+    table = f"{table_names(model)[0]}.weight" if host_embedding else ""
+    on_host = {name: entry for name, entry in found.items() if name == table}
+    now = {name: entry for name, entry in found.items() if name not in later and name != table}
+    materialize(pending(model, now), dtype, device)
+    materialize(pending(model, on_host), dtype, torch.device("cpu"))
+    expected = defer(model, later, dtype)
+    _tie(model, keys)
+    _refuse_missing(model, source, expected)
+    report.unexpected = ignorable(model, keys.unexpected, missing=False)
+    return later
 
 
 def _tie(model: PreTrainedModel, keys: KeyMap) -> None:
@@ -150,7 +201,7 @@ def _tie(model: PreTrainedModel, keys: KeyMap) -> None:
     model.tie_weights(missing_keys={name for name in keys.missing if name in names}, recompute_mapping=False)
 
 
-def _refuse_missing(model: PreTrainedModel, source: BaseSource, expected: set[str]) -> None:
+def _refuse_missing(model: PreTrainedModel, source: ResolvedModel, expected: set[str]) -> None:
     """Raise ModelError for weights that nothing gave, and that are not ``expected`` later."""
     tensors = {
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -166,11 +217,11 @@ def _refuse_missing(model: PreTrainedModel, source: BaseSource, expected: set[st
         )
     for name, tensor in tensors.items():  # harmless when missing, by the class's own word, but not without memory
         owner, _, part = name.rpartition(".")
-        put(model.get_submodule(owner), part, torch.zeros(tensor.shape, dtype=tensor.dtype))
+        set_tensor(model.get_submodule(owner), part, torch.zeros(tensor.shape, dtype=tensor.dtype))
 
 
 def _through_transformers(
-    source: BaseSource,
+    source: ResolvedModel,
     report: LoadReport,
     trust_remote_code: bool,
     double_quant: bool,
@@ -218,11 +269,3 @@ def _mean_row(weight: torch.Tensor, chunk_rows: int = 8192) -> torch.Tensor:
     for start in range(0, weight.shape[0], chunk_rows):
         total += weight[start : start + chunk_rows].sum(dim=0, dtype=torch.float64)
     return (total / weight.shape[0]).to(weight.dtype)
-
-
-def _finish(model: PreTrainedModel, source: BaseSource) -> None:
-    if (source.path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(source.path)
-    model.config._name_or_path = source.reference
-    model.name_or_path = source.reference
-    model.eval()

@@ -1,6 +1,6 @@
 """What a linear layer is made of at this moment: base weight, bias and the active adapters, read from the modules.
 
-Works on `torch.nn.Linear`, its 16-bit form `StoredLinear`, `frugal.codecs.nf4.NF4Linear` and PEFT's LoRA layer over
+Works on `torch.nn.Linear`, its 16-bit form `UpcastLinear`, `frugal.codecs.nf4.NF4Linear` and PEFT's LoRA layer over
 any of them. Read at every call, because PEFT may switch, disable or merge adapters at any time. What the fused
 operations cannot do is answered with the reason.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from frugal.codecs.nf4 import NF4Linear
-from frugal.models.upcast_on_use import StoredLinear
+from frugal.codecs.upcast_on_use import UpcastLinear
 from frugal.ops.weights import Weight
 
 
@@ -35,7 +35,7 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class LinearParts:
+class LoraWeights:
     """y = x W^T + bias + sum of adapters."""
 
     weight: Weight
@@ -43,23 +43,23 @@ class LinearParts:
     adapters: tuple[Adapter, ...]
 
 
-def linear_parts(module: nn.Module, *, hooks_run: bool = False) -> LinearParts | str:
+def lora_weights(module: nn.Module, *, hooks_run: bool = False) -> LoraWeights | str:
     """The parts of a linear layer, or the reason why it has to be called as it is.
 
     ``hooks_run``: the caller is the module's own forward, so hooks on the module itself are served anyway.
     """
     if isinstance(module, ModulesToSaveWrapper):
         if module.disable_adapters or not module.active_adapters:
-            return linear_parts(module.original_module)
-        return linear_parts(module.modules_to_save[module.active_adapters[0]])
+            return lora_weights(module.original_module)
+        return lora_weights(module.modules_to_save[module.active_adapters[0]])
     if isinstance(module, LoraLinear):
         return _lora_parts(module, hooks_run)
     if not hooks_run and _hooked(module):
         return f"{type(module).__name__} has forward hooks"
     if isinstance(module, NF4Linear):
-        return LinearParts(module.nf4, module.bias, ())
-    if isinstance(module, nn.Linear) and own_class(module) in (nn.Linear, StoredLinear):
-        return LinearParts(module.weight, module.bias, ())
+        return LoraWeights(module.nf4, module.bias, ())
+    if isinstance(module, nn.Linear) and own_class(module) in (nn.Linear, UpcastLinear):
+        return LoraWeights(module.weight, module.bias, ())
     return f"{type(module).__module__}.{type(module).__name__} is no plain linear layer"
 
 
@@ -129,8 +129,8 @@ def _hooked(module: nn.Module) -> bool:
     )
 
 
-def _lora_parts(module: LoraLinear, hooks_run: bool) -> LinearParts | str:
-    base = linear_parts(module.base_layer)
+def _lora_parts(module: LoraLinear, hooks_run: bool) -> LoraWeights | str:
+    base = lora_weights(module.base_layer)
     if isinstance(base, str):
         return base
     if module.merged:
@@ -158,7 +158,7 @@ def _lora_parts(module: LoraLinear, hooks_run: bool) -> LinearParts | str:
             return f"adapter {name!r} has hooks on its matrices"
         probability = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
         found.append(Adapter(a.weight, b.weight, float(module.scaling[name]), float(probability)))
-    return LinearParts(base.weight, base.bias, tuple(found))
+    return LoraWeights(base.weight, base.bias, tuple(found))
 
 
 def one_adapter(adapters: tuple[Adapter, ...]) -> tuple[Tensor, Tensor, float] | None:

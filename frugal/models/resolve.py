@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import hashlib
 import re
 import socket
 import urllib.error
@@ -20,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from frugal.assets import CATALOGUE, fetch, is_known
 from frugal.errors import ConfigError, ModelError, UnsupportedError
 from frugal.files import read_json
+from frugal.tensor_files import StoredTensor, read_headers
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -32,30 +35,36 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
 @dataclass(frozen=True)
-class BaseSource:
+class ResolvedModel:
     """A base model on this machine: its folder holds config, tokenizer and safetensors."""
 
     name: str
     """As the user wrote it."""
     path: Path
     """Absolute folder."""
-    kind: Literal["catalogue", "folder", "hub"]
+    kind: Literal["catalogue", "folder", "hub", "configuration"]
+    """configuration: there is nothing but `configuration`, for a forecast."""
     revision: str | None
     """Commit of a hub model, version of a catalogue entry, None for a folder."""
     trust_remote_code: bool = False
     """Whether Python code of the folder may run. Only ever True when asked for in this run's configuration."""
 
+    configuration: Any = None
+    """A transformers configuration in place of the folder's."""
+
     @property
     def reference(self) -> str:
         """What an adapter names as its base: the hub id, else the folder."""
-        return self.name if self.kind == "hub" else str(self.path)
+        return self.name if self.kind in ("hub", "configuration") else str(self.path)
 
     def config(self) -> Any:
         """The model's transformers configuration."""
+        if self.configuration is not None:
+            return self.configuration
         return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
 
 
-def resolve_base(base: str, revision: str | None = None, *, trust_remote_code: bool = False) -> BaseSource:
+def resolve_base(base: str, revision: str | None = None, *, trust_remote_code: bool = False) -> ResolvedModel:
     """Find ``base`` and make sure its folder is complete; fetches or downloads it where needed.
 
     Raises:
@@ -69,11 +78,11 @@ def resolve_base(base: str, revision: str | None = None, *, trust_remote_code: b
         if CATALOGUE[base].kind != "model":
             raise ConfigError(f"model.base: {base} is a data set. {_near(base).strip()}")
         path = fetch(base)
-        return BaseSource(base, path, "catalogue", CATALOGUE[base].version)
+        return ResolvedModel(base, path, "catalogue", CATALOGUE[base].version)
     if folder.is_dir():
         check_folder(folder)
         _check_code(base, read_json(folder / "config.json"), trust_remote_code)
-        return BaseSource(base, folder.resolve(), "folder", None, trust_remote_code)
+        return ResolvedModel(base, folder.resolve(), "folder", None, trust_remote_code)
     if folder.exists():
         raise ModelError(f"model.base is the file {base}; it must be a folder, a hub id, or a name that fetch knows.")
     if base.startswith((".", "/", "~", "\\")) or not _HUB_ID.fullmatch(base):
@@ -133,6 +142,43 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / WEIGHTS]
 
 
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a model folder by name, from the headers alone, in the order of the files.
+
+    Raises:
+        ModelError: weights are missing or a file is damaged.
+    """
+    if missing := missing_weights(folder):
+        raise ModelError(f"{folder} is incomplete: missing {', '.join(missing)}.")
+    return read_headers(weight_files(folder))
+
+
+_PIECE = 64  # bytes
+_PIECES = 4  # a tensor
+
+
+def base_fingerprint(folder: Path) -> str:
+    """SHA-256 over every tensor's name, type and shape and 256 bytes sampled from it; hex.
+
+    Names a base's weights, to notice an adapter on another base (same shapes, other numbers). Takes milliseconds for
+    any size, reads no whole tensor, and does not depend on how the weights are cut into files. Weights stored in
+    another dtype have another fingerprint.
+    """
+    entries = stored_tensors(folder)
+    digest = hashlib.sha256()
+    with contextlib.ExitStack() as stack:
+        files = {entry.file for entry in entries.values()}
+        handles = {path: stack.enter_context(open(path, "rb", buffering=0)) for path in files}
+        for name in sorted(entries):
+            entry = entries[name]
+            digest.update(f"{name}\0{entry.dtype_name}\0{entry.shape}\0".encode())
+            for piece in range(_PIECES):
+                start = max(0, entry.n_bytes - _PIECE) * piece // (_PIECES - 1)
+                handles[entry.file].seek(entry.begin + start)
+                digest.update(handles[entry.file].read(min(_PIECE, entry.n_bytes)))
+    return digest.hexdigest()
+
+
 def _refuse_other_formats(folder: Path, names: set[str]) -> None:
     ggufs = sorted(name for name in names if name.endswith(".gguf"))
     if ggufs:
@@ -179,7 +225,7 @@ def _reachable() -> bool:
     return True
 
 
-def _from_hub(base: str, revision: str | None, trust_remote_code: bool) -> BaseSource:
+def _from_hub(base: str, revision: str | None, trust_remote_code: bool) -> ResolvedModel:
     local = not _reachable()
     try:
         config = Path(huggingface_hub.hf_hub_download(base, "config.json", revision=revision, local_files_only=local))
@@ -221,4 +267,4 @@ def _from_hub(base: str, revision: str | None, trust_remote_code: bool) -> BaseS
             f"{base} has no safetensors weights on the hub ({', '.join(missing)} missing); pickles are never read. "
             "Look for a safetensors version or revision of it."
         )
-    return BaseSource(base, path, "hub", path.name, trust_remote_code)
+    return ResolvedModel(base, path, "hub", path.name, trust_remote_code)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from frugal.codecs.nf4 import NF4Linear
 from frugal.errors import UnsupportedError
-
-# Last parts of names of linear layers that choose experts or score: tiny, and a wrong choice costs more than the bytes.
-_ROUTERS = re.compile(r"(^|\.)(gate|router|wg|shared_expert_gate|classifier|score)$")
+from frugal.model_structure import is_router
+from frugal.tensor_files import StoredTensor
 
 
 def build_meta(config: Any, *, trust_remote_code: bool) -> PreTrainedModel:
@@ -34,11 +33,6 @@ def build_meta(config: Any, *, trust_remote_code: bool) -> PreTrainedModel:
             f"transformers has no causal language model for model_type {config.model_type!r}: {error}"
         ) from error
     return model
-
-
-def is_router(name: str) -> bool:
-    """Whether a linear layer's name says that it chooses experts or scores: neither quantised nor in `all-linear`."""
-    return _ROUTERS.search(name) is not None
 
 
 def linear_kinds(model: PreTrainedModel) -> tuple[list[str], dict[str, str]]:
@@ -61,7 +55,7 @@ def linear_kinds(model: PreTrainedModel) -> tuple[list[str], dict[str, str]]:
     return chosen, kept
 
 
-def put_nf4(model: PreTrainedModel, names: Iterable[str], double_quant: bool) -> None:
+def insert_nf4(model: PreTrainedModel, names: Iterable[str], double_quant: bool) -> None:
     """Replace the linear layers ``names`` by empty NF4 layers of the same names, on the meta device."""
     for name in names:
         old = model.get_submodule(name)
@@ -85,22 +79,23 @@ class KeyMap:
     """Why names do not map one to one: tensors must be joined, split or transposed first. Empty: they do."""
 
 
-def map_keys(model: PreTrainedModel, names: Iterable[str], shapes: dict[str, tuple[int, ...]]) -> KeyMap:
-    """Map checkpoint ``names`` (``shapes`` has each one's) with transformers' own renaming rules."""
+def map_keys(model: PreTrainedModel, entries: Mapping[str, StoredTensor]) -> KeyMap:
+    """Map the names of a checkpoint's tensors with transformers' own renaming rules."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     present = dict.fromkeys(state, True)
     result = KeyMap()
-    for name in sorted(names):
+    for name in sorted(entries):
+        shape = entries[name].shape
         target, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, present)
         if converter is not None:
             result.conversion = result.conversion or f"{name} is converted ({converter})"
         elif target not in state:
             result.unexpected.append(name)
-        elif state[target] != shapes[name]:
-            result.conversion = result.conversion or f"{name} is {shapes[name]}, the model has {state[target]}"
+        elif state[target] != shape:
+            result.conversion = result.conversion or f"{name} is {shape}, the model has {state[target]}"
         elif target in result.targets.values():
             result.conversion = result.conversion or f"two tensors map to {target}"
         else:

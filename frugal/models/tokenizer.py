@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from frugal.errors import ConfigError, ModelError, UnsupportedError
-from frugal.models.resolve import BaseSource
+from frugal.models.resolve import ResolvedModel
 
 log = logging.getLogger("frugal.models")
 
@@ -31,7 +31,7 @@ class PadChoice:
 
 
 def load_tokenizer(
-    source: BaseSource,
+    source: ResolvedModel,
     *,
     chat_template: str | None = None,
     add_tokens: Sequence[str] = (),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from frugal.memory.offload import SLAB_BYTES
-from frugal.memory.regions import Regions
+from frugal.memory.space import Regions
+from frugal.models.materialize import LoadedTensor
 from frugal.planning.overhead import PROCESS_BYTES
-from frugal.planning.skeleton import Part
 
 MERGE_BLOCKS = 3  # one tensor of the base in its dtype, and fp32 blocks of it and of the update
 
@@ -46,7 +46,7 @@ def stored_inputs(sizes: Sizes) -> tuple[int, int]:
     return max(0, sizes.layers - 1), sizes.tokens * sizes.hidden_size * sizes.itemsize
 
 
-def host_bytes(sizes: Sizes, parts: list[Part]) -> dict[str, int]:
+def host_bytes(sizes: Sizes, parts: list[LoadedTensor]) -> dict[str, int]:
     """Host memory by purpose. On a CPU run tensors are counted with the device, and this is what comes on top."""
     on_gpu = sizes.kind != "cpu"
     largest = max((part.read_bytes for part in parts), default=0)
@@ -73,7 +73,7 @@ def host_phases(by_purpose: dict[str, int], merge_bytes: int, ranks: int = 1) ->
     }
 
 
-def merge_bytes(parts: list[Part]) -> int:
+def merge_bytes(parts: list[LoadedTensor]) -> int:
     """Host memory of a merge besides the process: one tensor at a time."""
     return MERGE_BLOCKS * max((part.read_bytes for part in parts), default=0)
 

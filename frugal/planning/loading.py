@@ -13,19 +13,16 @@ import torch
 
 from frugal.memory.meter import LiveBytesMeter
 from frugal.memory.meter_report import TEMPORARIES
-from frugal.models.deferred_layers import decoder_layers
-from frugal.models.equivalence import PROOF_TOKENS
+from frugal.model_structure import decoder_layers
+from frugal.models.equivalence import PROBE_ROWS, PROBE_TOKENS, PROOF_TOKENS
 from frugal.ops.planned import planning_for
 from frugal.planning.allocation_sites import Peak
 from frugal.planning.sharding import Sharing
-from frugal.planning.simulate import Simulation
-from frugal.planning.simulated_model import Built
-
-ATTENTION_ROWS = (2, 13)
-"""Rows and tokens that `frugal.models.attention` is proven on."""
+from frugal.planning.simulate import MemorySimulator
+from frugal.planning.simulated_model import SimulatedModel
 
 
-def load_peak(sim: Simulation) -> Peak:
+def load_peak(sim: MemorySimulator) -> Peak:
     """Peak on one rank's device.
 
     The tensor that takes most beside its place is, at worst, the last. A base that is cut arrives layer by layer: of
@@ -47,10 +44,10 @@ def _cut(sharing: Sharing) -> int:
     return others + units.layer + units.embedding + units.head + units.root + units.buffers
 
 
-def proofs(sim: Simulation) -> tuple[int, int]:
+def proofs(sim: MemorySimulator) -> tuple[int, int]:
     """Bytes that exist while attention is proven, before adapters are there, and while an MLP's replacement is."""
     stock = sim.stock().built(sim.counts[0])
-    rows, length = ATTENTION_ROWS
+    rows, length = PROBE_ROWS, PROBE_TOKENS
     vocab = stock.fake.base.config.get_text_config().vocab_size
 
     def forward() -> None:
@@ -69,7 +66,7 @@ def proofs(sim: Simulation) -> tuple[int, int]:
     return of_attention, max(_transient(built, lambda b=built: _run_mlp(b)) for built in (stock, fused))  # type: ignore[misc]
 
 
-def _run_mlp(built: Built) -> None:
+def _run_mlp(built: SimulatedModel) -> None:
     layer: Any = next(iter(decoder_layers(built.module).values()))
     mlp = getattr(layer, "mlp", None)
     if mlp is None:
@@ -81,7 +78,7 @@ def _run_mlp(built: Built) -> None:
     torch.autograd.grad(y, [x, *trained], torch.zeros_like(y), allow_unused=True)
 
 
-def _transient(built: Built, action: Callable[[], None]) -> int:
+def _transient(built: SimulatedModel, action: Callable[[], None]) -> int:
     with planning_for(built.subject.device), built.mode:
         built.module.eval()
         meter = LiveBytesMeter(built.module, detail=True)

@@ -18,7 +18,7 @@ from frugal.planning.inputs import Planned, architecture, dtype_name
 from frugal.planning.loading import load_peak
 from frugal.planning.overhead import device_allowance, tensor_budget
 from frugal.planning.sharding import Sharing, StrategyName, Units, units_of
-from frugal.planning.simulate import Simulation
+from frugal.planning.simulate import MemorySimulator
 from frugal.planning.simulated_model import PHASES, Phase, Policy, Shape
 
 __all__ = ["POLICIES", "Plan", "Planner", "Policy"]
@@ -56,7 +56,7 @@ class Planner:
     """Whether shards and optimizer state rest on the host (fsdp2, zero)."""
     gpus_per_host: int | None = None
     """Ranks on one machine; None: all, up to eight."""
-    simulations: dict[Policy, Simulation] = field(default_factory=dict, repr=False)
+    simulations: dict[Policy, MemorySimulator] = field(default_factory=dict, repr=False)
     """Of one process each; shared by planners that differ in how the run is shared."""
     strategy_reason: str = ""
     """Why strategy and shard_base are what they are."""
@@ -105,16 +105,16 @@ class Planner:
             self.offload,
         )
 
-    def simulation(self, policy: Policy) -> Simulation:
+    def simulation(self, policy: Policy) -> MemorySimulator:
         """The configuration under a policy, on one rank."""
         found = copy.copy(self._single(policy))  # what was run is shared
         found.sharing = self.sharing
         return found
 
-    def _single(self, policy: Policy) -> Simulation:
+    def _single(self, policy: Policy) -> MemorySimulator:
         if policy not in self.simulations:
             config = self.config
-            self.simulations[policy] = Simulation(
+            self.simulations[policy] = MemorySimulator(
                 self.architecture,
                 config.model,
                 config.lora,

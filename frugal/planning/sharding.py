@@ -16,9 +16,9 @@ from torch import nn
 
 from frugal.distributed.fsdp2 import own_units
 from frugal.memory.meter_report import ADAPTERS, GRADIENTS, OPTIMIZER, QUANT_STATE, TEMPORARIES, WEIGHTS
-from frugal.models.deferred_layers import decoder_layers
+from frugal.model_structure import decoder_layers
 from frugal.planning.allocation_sites import AT_REST, Site, Sites
-from frugal.planning.simulated_model import Built, StepPart
+from frugal.planning.simulated_model import SimulatedModel, StepPart
 
 StrategyName = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 STRATEGIES: tuple[StrategyName, ...] = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
@@ -68,7 +68,7 @@ class Units:
         return self.layers * self.layer_trained + self.root_trained
 
 
-def units_of(built: Built, layers: int) -> Units:
+def units_of(built: SimulatedModel, layers: int) -> Units:
     """Units of the whole model of ``layers`` layers, from one with few."""
     module = built.module
     named = decoder_layers(module)

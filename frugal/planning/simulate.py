@@ -1,30 +1,39 @@
 """Training steps without memory: the run's own functions on fake tensors, followed by the live-bytes meter.
 
-Decoder layers are alike, so two models with few layers are run and every allocation site's own peak is continued to the
-whole model; the same is done over two lengths (`frugal.planning.allocation_sites`).
+Decoder layers are alike, so two models with few layers are run and every allocation site's own peak is extrapolated to
+the whole model; the same is done over two lengths (`frugal.planning.allocation_sites`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from frugal.planning.allocation_sites import AT_REST, Peak, Sites, TokenLine, continued, highest, joined
+from frugal.models.materialize import LoadedTensor
+from frugal.planning.allocation_sites import (
+    AT_REST,
+    Peak,
+    Sites,
+    TokenLine,
+    extrapolate,
+    highest,
+    merge,
+)
 from frugal.planning.sharding import Sharing
-from frugal.planning.simulated_model import PHASES, Built, Parts, Phase, Shape, Subject
-from frugal.planning.skeleton import Part, layer_count, layer_counts, with_layers
+from frugal.planning.simulated_model import PHASES, Parts, Phase, Shape, SimulatedModel, Subject
+from frugal.planning.skeleton import layer_count, layer_counts, with_layers
 
-__all__ = ["PHASES", "Peak", "Phase", "Shape", "Simulation", "TokenLine"]
+__all__ = ["PHASES", "MemorySimulator", "Peak", "Phase", "Shape", "TokenLine"]
 
 
 @dataclass
-class Simulation(Subject):
+class MemorySimulator(Subject):
     """Runs phases of one configuration for any shape; models are built once for each number of layers."""
 
     whole: bool = False
     """Run the whole model instead of two short ones."""
     sharing: Sharing | None = None
     """How several ranks share the run; sites are then those of one rank."""
-    _runs: dict[int, Built] = field(default_factory=dict, init=False)
+    _runs: dict[int, SimulatedModel] = field(default_factory=dict, init=False)
     _known: dict[tuple[Phase, int, Shape], Parts] = field(default_factory=dict, init=False)
 
     @property
@@ -54,7 +63,7 @@ class Simulation(Subject):
         """The phase as a function of the tokens, from two shapes with the same number of rows."""
         return TokenLine(one.tokens, other.tokens, self.sites(phase, one), self.sites(phase, other))
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[LoadedTensor]:
         """The tensors that loading handles; with short models, those of the longer one."""
         return self.built(self.counts[-1]).fake.parts
 
@@ -73,21 +82,21 @@ class Simulation(Subject):
         parts = dict(runs[0])
         if len(runs) > 1:
             n1, n2 = self.counts
-            parts = {name: continued(n1, n2, runs[0][name], runs[1][name], self.layers) for name in parts}
+            parts = {name: extrapolate(n1, n2, runs[0][name], runs[1][name], self.layers) for name in parts}
         if self.sharing is not None:
             parts = {name: self.sharing.per_rank(name, sites) for name, sites in parts.items()}
-        return joined(parts.values())
+        return merge(parts.values())
 
-    def stock(self) -> Simulation:
+    def stock(self) -> MemorySimulator:
         """The same with the modules that were not replaced."""
         memory = self.memory.model_copy(update={"fused": False})
         return replace(self, memory=memory, policy="none", sharing=None)
 
-    def built(self, count: int) -> Built:
+    def built(self, count: int) -> SimulatedModel:
         """The model with ``count`` layers."""
         if count not in self._runs:
             config = self.config if count == self.layers else with_layers(self.config, count)
-            self._runs[count] = Built(self, config)
+            self._runs[count] = SimulatedModel(self, config)
         return self._runs[count]
 
     def _over_counts(self, values: list[int]) -> int:

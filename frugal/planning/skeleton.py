@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from frugal.adapters import apply_adapters
-from frugal.adapters.embedding import place_of_table
 from frugal.config import LoraSection, MemorySection, ModelSection
-from frugal.models.attention import use_attention
-from frugal.models.host_embedding import HostEmbedding, put_on_host
-from frugal.models.load import resident_dtype
-from frugal.models.replace_modules import swap_modules
-from frugal.models.skeleton import build_meta, linear_kinds, put_nf4
-from frugal.models.upcast_on_use import keep_stored
-from frugal.training.loss import LossModule
+from frugal.models.build import ModelSpec, build
+from frugal.models.materialize import LoadedTensor
+from frugal.models.modules.host_embedding import HostEmbedding
+from frugal.models.resolve import ResolvedModel
+from frugal.objectives import LossModule, make_objective
 
 SHORTEST = 3
 """Layers of the smaller of the two models that are run: first, last and one in between."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One loaded tensor: bytes while it is read (in the checkpoint's dtype) and afterwards."""
-
-    name: str
-    read_bytes: int
-    scratch_bytes: int
-    """Temporaries of quantising it."""
-    kept_bytes: int
 
 
 @dataclass
@@ -41,7 +27,7 @@ class FakeRun:
 
     module: LossModule
     base: Any
-    parts: list[Part]
+    parts: list[LoadedTensor]
     """Tensors in the order of the model."""
     flat: bool
     attention: str
@@ -86,12 +72,6 @@ def with_layers(config: Any, count: int) -> Any:
     return changed
 
 
-def stored_dtype(config: Any) -> torch.dtype:
-    """Dtype of the checkpoint, by its configuration; bfloat16 where it does not say."""
-    found = getattr(config, "dtype", None)
-    return found if isinstance(found, torch.dtype) else torch.bfloat16
-
-
 def build_fake(
     config: Any,
     *,
@@ -106,68 +86,41 @@ def build_fake(
 ) -> FakeRun:
     """The model of ``config`` with adapter and fused modules on fake tensors of ``device`` ("cpu", "meta").
 
-    Nothing is proven, since there are no numbers: modules are replaced by structure. Mirrors `load_base` and the hops
-    of `run.py` with the same functions.
+    Built by the run's own builder, with weights from nowhere.
     """
     config = copy.deepcopy(config)
     if vocab_size is not None and config.get_text_config().vocab_size < vocab_size:
         config.get_text_config().vocab_size = vocab_size
-    base = build_meta(config, trust_remote_code=model.trust_remote_code)
-    base.config._name_or_path = base.name_or_path = model.base
-    stored = stored_dtype(config)
-    count = sum(p.numel() for p in base.parameters())
-    dense = {name: p.numel() * stored.itemsize for name, p in base.named_parameters()}
-    if model.quantize == "nf4":
-        put_nf4(base, linear_kinds(base)[0], model.bnb_4bit_use_double_quant)
     tokens = [config.get_text_config().vocab_size - 1 - i for i in range(len(model.add_tokens))]
-    kind = "cpu" if device == "cpu" else "cuda"
-    on_host = place_of_table(memory.embedding, base, lora, kind=kind, adds_tokens=bool(tokens)).on_host
-    table = next(f"{name}.weight" for name, each in base.named_modules() if each is base.get_input_embeddings())
-    parts = _set_dtypes(base, dense, stored, compute)
-    base.requires_grad_(False)
-    keep_stored(base, compute)
-    base.eval()
-    host_bytes = 0
-    if on_host:
-        host_bytes = put_on_host(base, torch.device(device), compute).weight.nbytes
-        parts = [part for part in parts if part.name != table]  # read to the host and never on the device
-    choice = use_attention(base, prove=False)
-    # PiSSA and LoftQ need numbers; their adapters have the sizes of any other.
-    lora = lora.model_copy(update={"init_lora_weights": "default"})
-    applied = apply_adapters(base, lora, seed=0, quantize=model.quantize, new_token_ids=tokens)
-    if memory.fused:
-        swap_modules(applied.model, compute_dtype=compute, mlp_tile_tokens=memory.mlp_chunk_tokens, prove=False)
-    module = LossModule(applied.model, chunk_tokens=memory.loss_chunk_tokens, prove=False)
+    spec = ModelSpec(
+        source=ResolvedModel(
+            model.base, Path(model.base), "configuration", None, model.trust_remote_code, configuration=config
+        ),
+        quantize=model.quantize,
+        double_quant=model.bnb_4bit_use_double_quant,
+        dtype=compute,
+        device=torch.device(device),
+        embedding=memory.embedding,
+        lora=lora,
+        new_token_ids=tokens,
+        fused=memory.fused,
+        mlp_tile_tokens=memory.mlp_chunk_tokens,
+    )
+    built = build(spec, "meta")
+    flat = built.attention.name == "frugal" or packed
+    module = LossModule(built.model, make_objective(flat=flat), chunk_tokens=memory.loss_chunk_tokens, head=built.head)
     with mode:
         _materialise(module, torch.device(device))
-    flat = choice.name == "frugal" or packed
-    return FakeRun(module, base, parts, flat, choice.name, parameters=count, host_embedding_bytes=host_bytes)
-
-
-def _set_dtypes(base: nn.Module, dense: dict[str, int], stored: torch.dtype, compute: torch.dtype) -> list[Part]:
-    """Give every tensor the dtype that `load_base` gives it; returns what loading handles, in the model's order."""
-    parts: list[Part] = []
-    done: set[int] = set()
-    for owner, module in base.named_modules():
-        is_table = isinstance(module, nn.Linear | nn.Embedding)
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in done:
-                continue
-            done.add(id(parameter))
-            if parameter.dtype.is_floating_point:
-                dtype = resident_dtype(stored, parameter.ndim if is_table else 0, compute)
-                parameter.data = parameter.data.to(dtype)
-            read = dense.get(f"{owner}.{name}".removeprefix("."))
-            if read is not None:  # the scales of an NF4 layer come with its weight
-                scales = _scale_bytes(module) if name == "weight" else 0
-                scratch = 3 * (read // stored.itemsize // 64) * 4 if scales else 0
-                parts.append(Part(f"{owner}.{name}", read, scratch, parameter.nbytes + scales))
-    return parts
-
-
-def _scale_bytes(module: nn.Module) -> int:
-    tensors = [getattr(module, name, None) for name in ("absmax", "nested_absmax", "offset")]
-    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+    table = built.base.get_input_embeddings()
+    return FakeRun(
+        module,
+        built.base,
+        built.tensors,
+        flat=flat,
+        attention=built.attention.name,
+        parameters=built.report.parameters,
+        host_embedding_bytes=table.weight.nbytes if isinstance(table, HostEmbedding) else 0,
+    )
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:

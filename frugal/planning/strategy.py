@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from frugal.planning.planner import Planner
 from frugal.planning.sharding import StrategyName
 from frugal.planning.simulated_model import Shape
+from frugal.units import gib
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def choose_strategy(planner: Planner) -> StrategyChoice:
     if planner.shard_base is True:
         return StrategyChoice("fsdp2", True, "distributed.shard_base is true")
     need = least_bytes(replace(planner, strategy=copies, shard_base=False))
-    shown = f"{need / (1 << 30):.2f} GB of tensors on each GPU, {planner.budget_bytes / (1 << 30):.2f} GB there"
+    shown = f"{gib(need)} of tensors on each GPU, {gib(planner.budget_bytes)} there"
     if need <= planner.budget_bytes or planner.shard_base is False:
         return StrategyChoice(copies, False, f"the base fits each GPU: {shown}")
     return StrategyChoice("fsdp2", True, f"the base does not fit each GPU: {shown}")

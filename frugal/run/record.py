@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from frugal.config import Config, dump_yaml
+from frugal.console import say
 from frugal.data import PreparedData
 from frugal.device import Device, DtypeChoice
 from frugal.distributed import group as ranks
@@ -21,20 +22,19 @@ from frugal.exports.card import adapter_card
 from frugal.files import read_json, write_json, write_text
 from frugal.inference.generate import generate_samples
 from frugal.manifest import Manifest, versions
-from frugal.models.fingerprint import base_fingerprint
+from frugal.models.build import BuiltModel
 from frugal.models.head import HeadSpec
-from frugal.models.resolve import BaseSource
+from frugal.models.resolve import ResolvedModel, base_fingerprint
 from frugal.ops.choice import choices
 from frugal.ops.table import PARAMETER_OPS
 from frugal.run.memory import Forecast, measured_lines
-from frugal.run.steps import TrainableModel
+from frugal.run.progress import Reporter
+from frugal.run.summary import TrainResult, summary_lines
+from frugal.run.trackers import Trackers
 from frugal.training.log import TrainLog
-from frugal.training.oom_fallback import Ladder
-from frugal.training.progress import Reporter, say
+from frugal.training.oom_fallback import OutOfMemoryFallback
 from frugal.training.schedule import TrainPlan
-from frugal.training.summary import TrainResult, summary_lines
-from frugal.training.trackers import Trackers
-from frugal.training.warmup_step import ProbeResult
+from frugal.training.warmup_step import WarmupResult
 from frugal.web.report import write_report
 
 
@@ -44,7 +44,9 @@ class RunRecord:
     Nothing is written before `__enter__`, so that wrong input leaves no folder; after it a failure is in the manifest.
     """
 
-    def __init__(self, config: Config, run_dir: Path, plan: TrainPlan, source: BaseSource, data: PreparedData) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, plan: TrainPlan, source: ResolvedModel, data: PreparedData
+    ) -> None:
         self.first = ranks.rank() == 0
         self.config, self.run_dir, self.plan, self.source, self.data = config, run_dir, plan, source, data
         self.manifest = Manifest()
@@ -119,34 +121,34 @@ class RunRecord:
         if strategy.world_size > 1:
             self.say(f"{strategy.world_size} processes, {strategy.name}: {reason}")
 
-    def implementations(self, loaded: TrainableModel, head: HeadSpec) -> None:
+    def implementations(self, loaded: BuiltModel, head: HeadSpec) -> None:
         """Note what was loaded and replaced, and which attention and loss were chosen."""
         if not self.first:
             return
-        for line in [*loaded.loaded.lines(), *loaded.adapters]:
+        for line in [*loaded.report.lines(), *loaded.adapter_lines]:
             self.say(line)
-        self.manifest.add("load", loaded.loaded.as_dict())
+        self.manifest.add("load", loaded.report.as_dict())
         self.manifest.choose("attention", loaded.attention.name, why=loaded.attention.reason)
         for kind, choice in loaded.attention.by_layer.items():
             self.manifest.choose(f"attention, {kind} layers", choice.name, why=choice.reason, rejected=choice.rejected)
-        if loaded.swaps is None:
+        if loaded.replacements is None:
             self.manifest.choose("modules", "stock", why="memory.fused is false")
         else:
-            replaced, kept = len(loaded.swaps.swapped), len(loaded.swaps.kept)
+            replaced, kept = len(loaded.replacements.replaced), len(loaded.replacements.kept)
             self.manifest.choose("modules", f"{replaced} fused, {kept} stock", why="each proven equal, or left alone")
-            self.manifest.add("modules", loaded.swaps.to_json())
+            self.manifest.add("modules", loaded.replacements.to_json())
             self.say(f"fused modules: {replaced}, left as they are: {kept} (manifest.json says why)")
         self.manifest.choose("loss", "chunked, no logits" if head.exact else "stock logits", why=head.reason)
 
-    def memory(self, foreseen: Forecast, measured: ProbeResult, ladder: Ladder) -> None:
+    def memory(self, foreseen: Forecast, measured: WarmupResult, fallback: OutOfMemoryFallback) -> None:
         """Note forecast and measured peak side by side, and what an out-of-memory changed."""
         if not self.first:
             return
-        self.manifest.choose("activation checkpointing", ladder.handle.policy, why=foreseen.reason)
+        self.manifest.choose("activation checkpointing", fallback.memory.checkpointing.policy, why=foreseen.reason)
         self.manifest.add("forecast", foreseen.plan.to_json() if foreseen.plan is not None else foreseen.reason)
-        self.manifest.add("probe", asdict(measured))
-        self.manifest.add("memory ladder", ladder.taken)
-        for line in measured_lines(foreseen, measured, ladder.taken):
+        self.manifest.add("warm-up step", asdict(measured))
+        self.manifest.add("out-of-memory fallback", fallback.taken)
+        for line in measured_lines(foreseen, measured, fallback.taken):
             self.say(line)
 
     def before(self, wrapped: nn.Module, model: Any, tokenizer: Any, step: int, untrained: list[int]) -> None:

@@ -11,12 +11,12 @@ from frugal.config import Config
 from frugal.distributed import group as ranks
 from frugal.distributed.fsdp2 import FullyShard
 from frugal.distributed.launch import Engine, Launch, choose
-from frugal.distributed.layerwise import OnLayer, needs_whole_base
 from frugal.distributed.strategy import Strategy, digest, replicated
 from frugal.distributed.zero.config import ZeroSettings, launched_with, offloads
 from frugal.distributed.zero.engine import Zero
 from frugal.errors import ConfigError, FrugalError
-from frugal.models.resolve import BaseSource
+from frugal.models.build import OnLayer, needs_whole_base
+from frugal.models.resolve import ResolvedModel
 from frugal.planning.planner import Planner
 from frugal.planning.strategy import choose_strategy
 from frugal.training.optim import trainable
@@ -128,14 +128,14 @@ def _zero(config: Config, stage: int, device: torch.device) -> Zero:
 class Loading:
     """Takes layers while they are loaded, and compares what was trained before it was cut."""
 
-    def __init__(self, config: Config, base: BaseSource, strategy: Strategy) -> None:
+    def __init__(self, config: Config, base: ResolvedModel, strategy: Strategy) -> None:
         self.strategy = strategy
         self.note: str | None = None
         """Why each process loads the whole base before it is cut; None when none does."""
         self._digests: dict[str, str] = {}
         self._by_layer = strategy.cuts_base
         if self._by_layer and config.distributed.shard_base is not True:
-            why = needs_whole_base(base, config.lora, trust_remote_code=config.model.trust_remote_code)
+            why = needs_whole_base(base, config.lora)
             if why is not None:
                 self._by_layer = False
                 self.note = f"each process loads the whole base before it is cut: {why}"

@@ -3,51 +3,28 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from frugal.adapters import apply_adapters
-from frugal.adapters.embedding import place_of_table
 from frugal.adapters.targets import resolve_targets
-from frugal.checkpoints.space import check_space, checkpoint_bytes, kept_at_once, size
+from frugal.checkpoints.space import check_space, checkpoint_bytes, kept_at_once
 from frugal.config import Config
 from frugal.data import PreparedData, build
 from frugal.device import Device, DtypeChoice
 from frugal.distributed import group as ranks
-from frugal.distributed.layerwise import OnLayer, load_layer_by_layer
-from frugal.models.attention import AttentionChoice, use_attention
-from frugal.models.head import HeadSpec
-from frugal.models.load import load_base
-from frugal.models.replace_modules import swap_modules
-from frugal.models.replacement_report import SwapReport
-from frugal.models.report import LoadReport
-from frugal.models.resolve import BaseSource, resolve_base
+from frugal.models.build import BuiltModel, ModelSpec, OnLayer
+from frugal.models.build import build as build_model
+from frugal.models.resolve import ResolvedModel, resolve_base
 from frugal.models.skeleton import build_meta
 from frugal.models.tokenizer import load_tokenizer, new_token_ids, rows_needed
 from frugal.training.schedule import TrainPlan
+from frugal.units import gib
 
 
-@dataclass
-class TrainableModel:
-    """A base with a fresh adapter, ready for training, and how it came to be."""
-
-    model: Any
-    """`peft.PeftModel`"""
-    loaded: LoadReport
-    attention: AttentionChoice
-    adapters: list[str]
-    """Lines about what was adapted."""
-    swaps: SwapReport | None
-    """What was replaced by frugal's fused modules; None with `memory.fused: false`."""
-    head: HeadSpec | None = None
-    """The head, where it was proven before the layers were sharded; None: `LossModule` proves it."""
-
-
-def open_base(config: Config) -> BaseSource:
+def open_base(config: Config) -> ResolvedModel:
     """Find the base model, and the layers that the adapter goes on; no weight is read."""
     settings = config.model
     base = resolve_base(settings.base, settings.revision, trust_remote_code=settings.trust_remote_code)
@@ -56,13 +33,13 @@ def open_base(config: Config) -> BaseSource:
     return base
 
 
-def open_tokenizer(config: Config, base: BaseSource) -> Any:
+def open_tokenizer(config: Config, base: ResolvedModel) -> Any:
     """The base's tokenizer with the configuration's added tokens."""
     settings = config.model
     return load_tokenizer(base, add_tokens=settings.add_tokens, trust_remote_code=settings.trust_remote_code)
 
 
-def prepare_data(config: Config, tokenizer: Any, base: BaseSource) -> PreparedData:
+def prepare_data(config: Config, tokenizer: Any, base: ResolvedModel) -> PreparedData:
     """Rows of this run; with several processes rank 0 goes first and fills the cache for the others.
 
     The template that the rows were rendered with becomes the tokenizer's own: it is saved with it, and answers with it.
@@ -84,52 +61,32 @@ def prepare_data(config: Config, tokenizer: Any, base: BaseSource) -> PreparedDa
 
 def load_model(
     config: Config,
-    base: BaseSource,
+    base: ResolvedModel,
     tokenizer: Any,
     device: Device,
     dtype: DtypeChoice,
     take_layer: OnLayer | None = None,
-) -> TrainableModel:
+) -> BuiltModel:
     """Load the base as configured, put a fresh adapter on it, and replace what is proven equal by fused modules.
 
     ``take_layer`` (a strategy that shards the base) is given each decoder layer before the next one is read.
     """
-    skeleton = build_meta(base.config(), trust_remote_code=config.model.trust_remote_code)
-    added = new_token_ids(tokenizer, config.model.add_tokens)
-    table = place_of_table(config.memory.embedding, skeleton, config.lora, kind=device.kind, adds_tokens=bool(added))
-    how: dict[str, Any] = {
-        "quantize": config.model.quantize,
-        "double_quant": config.model.bnb_4bit_use_double_quant,
-        "dtype": dtype.compute,
-        "device": device.torch_device,
-        "trust_remote_code": config.model.trust_remote_code,
-        "vocab_size": rows_needed(tokenizer, base.config()),
-        "host_embedding": table.on_host,
-    }
-    adapter: dict[str, Any] = {"seed": config.train.seed, "new_token_ids": added}
-    tile = config.memory.mlp_chunk_tokens
-    if take_layer is not None:
-        filled = load_layer_by_layer(
-            base,
-            config.lora,
-            on_layer=take_layer,
-            attention=config.memory.attention,
-            fused=config.memory.fused,
-            mlp_tile_tokens=tile,
-            **how,
-            **adapter,
-        )
-        filled.loaded.embedding = table.reason
-        lines = filled.applied.lines()
-        return TrainableModel(filled.model, filled.loaded, filled.attention, lines, filled.swaps, filled.head)
-    loaded = load_base(base, **how)
-    loaded.report.embedding = table.reason
-    attention = use_attention(loaded.model, config.memory.attention)
-    applied = apply_adapters(loaded.model, config.lora, quantize=config.model.quantize, **adapter)
-    swaps = None
-    if config.memory.fused:
-        swaps = swap_modules(applied.model, compute_dtype=dtype.compute, mlp_tile_tokens=tile)
-    return TrainableModel(applied.model, loaded.report, attention, applied.lines(), swaps)
+    spec = ModelSpec(
+        source=base,
+        quantize=config.model.quantize,
+        double_quant=config.model.bnb_4bit_use_double_quant,
+        dtype=dtype.compute,
+        device=device.torch_device,
+        vocab_size=rows_needed(tokenizer, base.config()),
+        embedding=config.memory.embedding,
+        lora=config.lora,
+        seed=config.train.seed,
+        new_token_ids=new_token_ids(tokenizer, config.model.add_tokens),
+        attention=config.memory.attention,
+        fused=config.memory.fused,
+        mlp_tile_tokens=config.memory.mlp_chunk_tokens,
+    )
+    return build_model(spec, "files" if take_layer is None else "layerwise", take_layer)
 
 
 def check_disk(config: Config, run_dir: Path, plan: TrainPlan, parameters: dict[str, nn.Parameter]) -> None:
@@ -154,7 +111,7 @@ def out_of_memory(error: torch.OutOfMemoryError, held_bytes: int) -> str:
     reason = str(error).split(". ", 1)[0]
     older = ""
     if held_bytes > 0:
-        older = f" {size(held_bytes)} were in use in this process before the run began: delete older models first."
+        older = f" {gib(held_bytes)} were in use in this process before the run began: delete older models first."
     return (
         f"out of device memory: {reason}.{older} Ways out: memory.checkpoint: offload, a smaller "
         "train.per_device_train_batch_size (with more gradient_accumulation_steps), a smaller data.max_length."

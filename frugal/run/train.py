@@ -1,4 +1,4 @@
-"""One training run, top to bottom, one line a hop; and the two that look without training: preview and evaluate."""
+"""One training run, top to bottom, one line a hop."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ import torch
 
 from frugal.checkpoints.lock import hold
 from frugal.checkpoints.resume import check_plan, data_fingerprint, starting_point
-from frugal.checkpoints.run_folder import open_run
 from frugal.checkpoints.write import load_checkpoint
 from frugal.checkpoints.writer import CheckpointWriter, put_adapter, restore, side_files
-from frugal.config import Config, SourceSection, load_config
-from frugal.data import PreviewData, build, preview_rows, render_preview, write_preview_html
+from frugal.config import Config, load_config
+from frugal.console import say
 from frugal.device import resolve_dtype
 from frugal.distributed import group as ranks
 from frugal.distributed.launch import check_group, read_launch, unused_gpus
 from frugal.distributed.sanity_checks import preflight
-from frugal.errors import ConfigError, MemoryBudgetError
+from frugal.errors import MemoryBudgetError
 from frugal.exports.final import save_final
-from frugal.inference.chat import load_run
 from frugal.memory.checkpointing import apply_activation_checkpointing
-from frugal.models.attention import use_attention
 from frugal.models.tokenizer import rows_needed, zero_embedding_rows
+from frugal.objectives import LossModule, make_objective
 from frugal.ops.choice import check_attention
-from frugal.run.memory import forecast, limit_allocator, make_planner, probe, start_ladder
+from frugal.run.memory import forecast, limit_allocator, make_planner, start_fallback, warm_up
 from frugal.run.record import RunRecord
 from frugal.run.sharing import Loading, asked_engine, share
 from frugal.run.steps import (
@@ -41,19 +39,17 @@ from frugal.run.steps import (
     prepare_data,
     silent,
 )
+from frugal.run.summary import TrainResult, summarise
+from frugal.run.trackers import check_trackers
 from frugal.training.device import device_of, make_accelerator
-from frugal.training.evaluate import evaluate_rows
-from frugal.training.in_backward import place_of_step
-from frugal.training.job import Hooks, Job, LoopState
 from frugal.training.loop import train_loop
-from frugal.training.loss import LossModule
+from frugal.training.oom_fallback import MemorySettings
 from frugal.training.optim import build_optimizer, trainable
-from frugal.training.progress import safe_console, say
 from frugal.training.randomness import seed_step_noise
-from frugal.training.schedule import StepOrder, make_plan, rate_factor
+from frugal.training.schedule import StepOrder, lr_lambda, make_plan
+from frugal.training.setup import Hooks, LoopState, TrainSetup
 from frugal.training.signals import StopRequest
-from frugal.training.summary import TrainResult, summarise
-from frugal.training.trackers import check_trackers
+from frugal.training.step import optimizer_in_backward
 
 Source = Config | Mapping[str, object] | str | Path
 
@@ -98,7 +94,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
     check_group(launch, world_size=ranks.world_size(), gpus=gpus)
     dtype = resolve_dtype(config.model.dtype, device)
     check_attention(device.torch_device, dtype.compute, config.memory.attention)
-    step_place = place_of_step(
+    in_backward = optimizer_in_backward(
         config.memory.optimizer_in_backward,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         max_grad_norm=settings.max_grad_norm,
@@ -123,7 +119,8 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             check_plan(checkpoint.folder, checkpoint.state, plan.as_dict(), rows_hash)
         record = cleanup.enter_context(RunRecord(config, run_dir, plan, base, data))
         record.computes_on(device, dtype, ranks.world_size())
-        record.manifest.choose("optimizer step", step_place.name, why=step_place.reason)
+        record.manifest.choose("optimizer step", "inside backward" if in_backward.value else "after backward",
+                               why=in_backward.reason)  # fmt: skip
         grouped = settings.group_by_length and not config.data.packing
         order = StepOrder(data.train.lengths, plan, seed=settings.seed, group_by_length=grouped)
         vocab_size = rows_needed(tokenizer, base.config())
@@ -143,7 +140,12 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         ranks.on_first(lambda: check_disk(config, run_dir, plan, trainable(model)))
         untrained = zero_embedding_rows(model)
 
-        module = LossModule(model, chunk_tokens=config.memory.loss_chunk_tokens, head=loaded.head)
+        objective = make_objective(
+            pad_id=tokenizer.pad_token_id or 0,
+            flat=loaded.attention.name == "frugal" or config.data.packing,
+            label_smoothing=settings.label_smoothing,
+        )
+        module = LossModule(model, objective, chunk_tokens=config.memory.loss_chunk_tokens, head=loaded.head)
         wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), settings))
         checked = preflight(strategy, wrapped, module, optimizer, max_grad_norm=settings.max_grad_norm)
         record.manifest.add("parameter bytes", {"this process": checked.local, "all of it": checked.whole})
@@ -161,7 +163,11 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             run_dir, strategy, model, optimizer, plan, plain, rows_hash, config.output, device.torch_device, lock, tell,
             side_files(tokenizer, base=base.path, config=config), record.base_fingerprint,
         )  # fmt: skip
-        job = Job(
+        memory = MemorySettings(
+            module, settings.per_device_train_batch_size, settings.per_device_eval_batch_size, handle, scratch_dir
+        )
+        cleanup.callback(memory.close)
+        setup = TrainSetup(
             module=module,
             wrapped=wrapped,
             strategy=strategy,
@@ -171,28 +177,26 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             train=settings,
             rows=data.train,
             eval_rows=data.eval if data.eval is not None and len(data.eval) else None,
-            pad_id=tokenizer.pad_token_id or 0,
-            flat=loaded.attention.name == "frugal" or config.data.packing,
-            accelerator=accelerator,
-            rate_factor=rate_factor(settings, plan),
+            device=accelerator.device,
+            lr_lambda=lr_lambda(settings, plan),
+            memory=memory,
             save_steps=config.output.save_steps,
             keep_best=config.output.keep_best,
             loss_scaling=dtype.loss_scaling,
-            step_in_backward=step_place.in_backward,
+            step_in_backward=in_backward.value,
         )
-        ladder = start_ladder(config, job, handle, scratch_dir, foreseen, record.say)
-        cleanup.callback(ladder.close)
+        fallback = start_fallback(memory, foreseen, record.say)
         if state.step < plan.total_steps:
             rehearse = partial(writer.rehearse, state)
-            record.memory(foreseen, probe(config, job, ladder, first_step=state.step, save=rehearse), ladder)
+            record.memory(foreseen, warm_up(config, setup, fallback, first_step=state.step, save=rehearse), fallback)
         record.begin(accelerator, state.step)
         with StopRequest(record.say) as stop, ranks.guarded():
-            state = train_loop(job, Hooks(record.step, writer.save, stop, ladder.next), state)
+            state = train_loop(setup, Hooks(record.step, writer.save, stop, fallback.next), state)
 
         kept_best = config.output.keep_best and state.best_step is not None
         if kept_best:
             put_adapter(strategy, model, run_dir / f"checkpoint-{state.best_step}")
-        result = summarise(run_dir, state, plan, kept_best=kept_best, device=device.torch_device)
+        result = summarise(run_dir, state, plan, objective, kept_best=kept_best, device=device.torch_device)
         card = record.after(wrapped, model, tokenizer, result)
         adapter, known = strategy.full_adapter(model), record.base_fingerprint
         ranks.on_first(
@@ -200,49 +204,3 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         )
         record.finished(result)
     return result
-
-
-def preview(config: Source, *, html: str | Path | None = None, rows: int = 5) -> PreviewData:
-    """Show the first ``rows`` rows as they will be trained: trained tokens coloured, counts, lengths, answers' ends.
-
-    Printed, or written to ``html``. Loads the tokenizer, no weights.
-    """
-    config = load_config(config)
-    base = open_base(config)
-    tokenizer = open_tokenizer(config, base)
-    table = rows_needed(tokenizer, base.config())
-    shown = preview_rows(config.data, tokenizer, seed=config.train.seed, vocab_size=table, rows=rows)
-    if html is not None:
-        write_preview_html(shown, Path(html))
-    else:
-        safe_console().print(render_preview(shown))
-    return shown
-
-
-def evaluate(run: str | Path, *, data: str | Path | None = None) -> dict[str, float]:
-    """Token-mean loss and perplexity of a trained run on its evaluation rows, or on the rows of the file ``data``.
-
-    Returns `loss`, `perplexity`, `tokens` (targets) and `rows`. Holds no logits.
-    """
-    config = open_run(run).config
-    if config is None:
-        raise ConfigError(f"{run} has no config.yaml, so it is not known how rows are rendered. Give a run's folder.")
-    section = config.data
-    if data is not None:
-        section = section.model_copy(update={"train": [SourceSection(path=str(data))], "eval": [], "eval_split": 0.0})
-    loaded = load_run(run)
-    table = loaded.model.get_input_embeddings().weight.shape[0]
-    prepared = build(section, loaded.tokenizer, seed=config.train.seed, vocab_size=table)
-    rows = prepared.train if data is not None else prepared.eval
-    if rows is None or len(rows) == 0:
-        raise ConfigError(f"{run} was trained without evaluation rows. Name a file: frugal eval {run} --data FILE.")
-    attention = use_attention(loaded.model.get_base_model())
-    result = evaluate_rows(
-        LossModule(loaded.model, chunk_tokens=config.memory.loss_chunk_tokens),
-        rows,
-        batch_size=config.train.per_device_eval_batch_size,
-        pad_id=loaded.tokenizer.pad_token_id or 0,
-        flat=attention.name == "frugal" or config.data.packing,
-        device=loaded.device.torch_device,
-    )
-    return {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens, "rows": result.rows}

@@ -86,8 +86,8 @@ class StepOrder:
         return [int(row) for row in self._batches[index]]
 
 
-def split_window(rows: list[int], *, micro: int, rank: int, world_size: int) -> list[list[int]]:
-    """This rank's micro-batches of one window.
+def split_step(rows: list[int], *, micro: int, rank: int, world_size: int) -> list[list[int]]:
+    """This rank's micro-batches of one optimizer step.
 
     Every rank gets the same number of micro-batches, because data parallelism needs all of them in the backward pass;
     a rank that has no row left in the last one gets an empty list there.
@@ -98,7 +98,7 @@ def split_window(rows: list[int], *, micro: int, rank: int, world_size: int) -> 
     return [rows[start : start + micro] for start in starts]
 
 
-def rate_factor(train: TrainSection, plan: TrainPlan) -> Callable[[int], float]:
+def lr_lambda(train: TrainSection, plan: TrainPlan) -> Callable[[int], float]:
     """Factor on the learning rate for step number ``step`` (0-based), by transformers' schedule of that name.
 
     Past the end the factor stays what it was at the end: the cosine alone would climb again.

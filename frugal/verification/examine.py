@@ -20,6 +20,7 @@ from frugal.manifest import versions
 from frugal.ops import Choice
 from frugal.ops.choice import choices
 from frugal.ops.target import Target, no_tensor_cores, no_triton, target_of
+from frugal.units import gib
 from frugal.verification.checks import run_checks
 from frugal.verification.judge import Check
 from frugal.verification.kernel_checks import KERNELS
@@ -134,8 +135,7 @@ def render(found: Diagnosis) -> Group:
 
 def _parts(found: Diagnosis) -> Iterator[Any]:
     device = found.device
-    gigabytes = device.total_bytes / 2**30
-    yield Text(f"{device.name} ({found.target.label}), {gigabytes:.1f} GiB", style="bold")
+    yield Text(f"{device.name} ({found.target.label}), {gib(device.total_bytes)}", style="bold")
     yield Text(f"computes in {str(found.dtype.compute).removeprefix('torch.')}: {found.dtype.reason}")
     yield Text(", ".join(f"{name} {found.versions[name]}" for name in _SHOWN_VERSIONS if name in found.versions))
     for note in found.notes:

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from frugal.adapters import adapter_state, apply_adapters, load_adapter, save_adapter
 from frugal.config import LoraSection
 from frugal.errors import CheckpointError, ConfigError, ModelError, UnsupportedError
-from frugal.models.fingerprint import base_fingerprint
 from frugal.models.load import load_base
-from frugal.models.resolve import resolve_base
+from frugal.models.resolve import base_fingerprint, resolve_base
 
 IDS = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 

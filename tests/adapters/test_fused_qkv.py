@@ -12,7 +12,7 @@ from frugal.adapters import Applied, apply_adapters
 from frugal.config import LoraSection
 from frugal.errors import ConfigError
 from frugal.models.load import load_base
-from frugal.models.resolve import BaseSource
+from frugal.models.resolve import ResolvedModel
 
 HEADS, GROUPS, HEAD, HIDDEN = 4, 2, 6, 8  # 4 x 6 != 8
 Q, K = HEADS * HEAD, GROUPS * HEAD
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def apply(folder: Path, **settings: object) -> Applied:
-    source = BaseSource("tiny", folder, "folder", None)
+    source = ResolvedModel("tiny", folder, "folder", None)
     lora = LoraSection(**settings)  # type: ignore[arg-type]
     return apply_adapters(load_base(source, quantize="none").model, lora, seed=0, quantize="none")
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from frugal.checkpoints.tensors import read_tensors, write_tensors
 from frugal.config import TrainSection
 from frugal.errors import CheckpointError
+from frugal.tensor_files import read_tensors, write_tensors
 from frugal.training.optim import OptimizerState, build_optimizer, load_optimizer_state, optimizer_state
 
 KINDS = [(optim, dtype) for optim in ("adamw", "adamw_8bit") for dtype in (torch.float32, torch.bfloat16)]

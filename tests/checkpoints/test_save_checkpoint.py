@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from frugal.checkpoints.resume import starting_point
 from frugal.checkpoints.rotation import list_checkpoints, rotate
 from frugal.checkpoints.space import check_space, checkpoint_bytes
-from frugal.checkpoints.tensors import read_tensors, write_tensors
 from frugal.checkpoints.write import (
     MARKER,
     CheckpointParts,
@@ -23,6 +22,7 @@ from frugal.checkpoints.write import (
     why_incomplete,
 )
 from frugal.errors import CheckpointError
+from frugal.tensor_files import read_tensors, write_tensors
 from frugal.training.optim import OptimizerState
 
 

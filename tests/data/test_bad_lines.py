@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from frugal.config.models import SourceSection
+from frugal.config import SourceSection
 from frugal.data.examples import load_examples
 from frugal.errors import DataError
 

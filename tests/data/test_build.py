@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from frugal.config.models import DataSection, SourceSection
+from frugal.config import DataSection, SourceSection
 from frugal.data import Message, build, encode_prompt
 from frugal.data.measure import SetCount
 from frugal.data.tokenize import TextEncoder

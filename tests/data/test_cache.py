@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from frugal.config.models import DataSection
+from frugal.config import DataSection
 from frugal.data import PreparedData, build
 from tests.support.rows import CHATML, byte_tokenizer, section, write_rows
 
@@ -154,7 +154,7 @@ _SCRIPT = """
 import json, sys
 from pathlib import Path
 import frugal.data.cache as cache
-from frugal.config.models import DataSection
+from frugal.config import DataSection
 from frugal.data import build
 from transformers import AutoTokenizer
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frugal.config.models import SourceSection
+from frugal.config import SourceSection
 from frugal.data.account import Account
 from frugal.data.examples import load_examples
 from frugal.data.types import Example

@@ -9,9 +9,9 @@ import torch
 
 from frugal.data import PreparedData, build
 from frugal.files import read_json
-from frugal.models.families import tiny_model
 from frugal.run.train import train
 from tests.support.rows import byte_tokenizer, section, write_rows
+from tests.support.tiny_models import tiny_model
 
 SPECIALS = ("<pad>", "<eos>", "<user>", "<bot>", "<end>")
 HEAD = "{% for m in messages %}{% if m['role'] == 'assistant' %}<bot>"

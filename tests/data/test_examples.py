@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from frugal.config.models import DataSection, SourceSection
+from frugal.config import DataSection, SourceSection
 from frugal.data.account import Account, SourceCount
 from frugal.data.examples import load_examples, load_train_eval
 from frugal.errors import DataError

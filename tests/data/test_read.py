@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from frugal.config.models import SourceSection
+from frugal.config import SourceSection
 from frugal.data import read
 from frugal.data.account import Account
 from frugal.data.faults import BadRow, RawRow
@@ -239,7 +239,7 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 READ_AND_PRINT = """
 import json, sys
-from frugal.config.models import SourceSection
+from frugal.config import SourceSection
 from frugal.data.examples import load_examples
 assert sys.getfilesystemencoding() == "ascii"
 for path in json.loads(sys.argv[1]):

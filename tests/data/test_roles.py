@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from frugal.config.models import SourceSection
+from frugal.config import SourceSection
 from frugal.data.examples import load_examples
 from frugal.data.roles import role_table
 from frugal.errors import DataError

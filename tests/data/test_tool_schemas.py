@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from frugal.config.models import SourceSection
+from frugal.config import SourceSection
 from frugal.data.examples import load_examples
 
 TOOLS = {"f": {"a": {"type": "integer"}}, "g": {"b": {"type": "string"}}}

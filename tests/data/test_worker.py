@@ -41,7 +41,7 @@ def test_several_processes_give_what_one_gives(tmp_path: Path, processes: int) -
 _SCRIPT = """
 import sys
 from pathlib import Path
-from frugal.config.models import DataSection
+from frugal.config import DataSection
 from frugal.data import build
 from transformers import PreTrainedTokenizerFast
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from frugal.models.families import tiny_model
 from tests.distributed.ranks.harness import Outcomes, run_cases
+from tests.support.tiny_models import tiny_model
 
 SAME = ["llama_tied_nf4", "llama_untied_none", "gemma2_nf4", "phi3_nf4", "llama_dora_nf4"]
 PEAK = ["peak_nf4", "peak_none"]

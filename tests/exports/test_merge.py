@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from frugal.errors import CheckpointError, ConfigError, UnsupportedError
 from frugal.exports.merge import merge
-from frugal.models.families import tiny_model
 from tests.support.merged import IDS, logits_here, logits_in_new_process, logits_of, make_run
+from tests.support.tiny_models import tiny_model
 
 Make = Callable[..., Path]
 

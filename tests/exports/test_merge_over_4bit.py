@@ -14,7 +14,7 @@ from frugal.cli.main import app
 from frugal.codecs.nf4 import dequantize_nf4, quantize_nf4
 from frugal.exports.merge import merge
 from frugal.exports.merge_math import LoraUpdate, Maker, WeightPlan
-from frugal.models.checkpoint_files import read_header
+from frugal.tensor_files import read_header
 from tests.support.merged import logits_here, logits_of, make_run
 
 

@@ -6,7 +6,7 @@ from transformers import AttentionInterface
 
 from frugal.errors import UnsupportedError
 from frugal.models.attention import NAME, frugal_mask, register, use_attention
-from frugal.models.families import FAMILIES, tiny_model
+from tests.support.tiny_models import FAMILIES, tiny_model
 
 LENGTHS = (11, 1, 8, 13)
 

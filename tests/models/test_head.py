@@ -6,8 +6,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from frugal.codecs.nf4 import NF4Linear
-from frugal.models.families import FAMILIES, tiny_model
 from frugal.models.head import shift_labels, split_head
+from tests.support.tiny_models import FAMILIES, tiny_model
 
 
 def _batch(vocab=131, rows=2, tokens=9, seed=3):

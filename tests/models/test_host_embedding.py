@@ -14,20 +14,20 @@ from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from frugal.adapters import apply_adapters
-from frugal.adapters.embedding import place_of_table
 from frugal.config import LoraSection
 from frugal.errors import ConfigError
 from frugal.exports.merge import merge
 from frugal.files import read_json
-from frugal.models import host_embedding
-from frugal.models.host_embedding import HostEmbedding, host_refusal, input_device, put_on_host
+from frugal.model_structure import input_device
 from frugal.models.load import load_base
+from frugal.models.modules import host_embedding
+from frugal.models.modules.host_embedding import HostEmbedding, decide_embedding, host_refusal, put_on_host
 from frugal.models.report import count_bytes
 from frugal.models.resolve import resolve_base
 from frugal.models.skeleton import build_meta
-from frugal.planning import planner as plan
+from frugal.objectives import LossModule
+from frugal.planning.api import plan
 from frugal.run.train import train
-from frugal.training.loss import LossModule
 from tests.conftest import make_llama
 from tests.support import runs
 
@@ -123,14 +123,14 @@ def test_a_table_that_is_trained_stays_on_the_device(
     lora: dict[str, Any], adds_tokens: bool, reason: str | None
 ) -> None:
     section = LoraSection(**lora)
-    place = place_of_table("auto", skeleton(), section, kind="cuda", adds_tokens=adds_tokens)
-    assert place.on_host == (reason is None)
+    place = decide_embedding("auto", skeleton(), section, kind="cuda", adds_tokens=adds_tokens)
+    assert (place.value == "host") == (reason is None)
     if reason is not None:
         assert place.reason == reason
         with pytest.raises(ConfigError, match=reason):
-            place_of_table("host", skeleton(), section, kind="cuda", adds_tokens=adds_tokens)
-    assert not place_of_table("device", skeleton(), section, kind="cuda", adds_tokens=adds_tokens).on_host
-    assert not place_of_table("auto", skeleton(), section, kind="cpu", adds_tokens=adds_tokens).on_host
+            decide_embedding("host", skeleton(), section, kind="cuda", adds_tokens=adds_tokens)
+    assert decide_embedding("device", skeleton(), section, kind="cuda", adds_tokens=adds_tokens).value == "device"
+    assert decide_embedding("auto", skeleton(), section, kind="cpu", adds_tokens=adds_tokens).value == "device"
 
 
 def test_tied_and_scaling_tables_are_refused() -> None:

@@ -26,15 +26,15 @@ from transformers import (
 
 from frugal.codecs.nf4 import NF4Linear
 from frugal.errors import ModelError, UnsupportedError
-from frugal.models.checkpoint_files import read_header
 from frugal.models.load import load_base
-from frugal.models.resolve import BaseSource, resolve_base
+from frugal.models.resolve import ResolvedModel, resolve_base
+from frugal.tensor_files import read_header
 
 IDS = torch.tensor([[1, 5, 9, 200, 17, 33]])
 
 
-def source(folder: Path) -> BaseSource:
-    return BaseSource("tiny", folder, "folder", None)
+def source(folder: Path) -> ResolvedModel:
+    return ResolvedModel("tiny", folder, "folder", None)
 
 
 def logits(model: torch.nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
@@ -200,11 +200,11 @@ import os, re, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 from frugal.models.load import load_base
-from frugal.models.resolve import BaseSource
+from frugal.models.resolve import ResolvedModel
 from frugal.codecs.nf4 import NF4Linear
 def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-source = BaseSource("big", Path(sys.argv[1]), "folder", None)
+source = ResolvedModel("big", Path(sys.argv[1]), "folder", None)
 source.config(); torch.randn(64, 64) @ torch.randn(64, 64); NF4Linear.from_linear(torch.nn.Linear(64, 64))
 before = status("VmRSS")
 report = load_base(source, dtype=torch.float32).report

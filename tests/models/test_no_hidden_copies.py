@@ -10,12 +10,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from frugal.adapters import apply_adapters
+from frugal.codecs.upcast_on_use import upcast_on_use
 from frugal.config import LoraSection
 from frugal.models.load import load_base, resident_dtype
 from frugal.models.report import count_bytes
 from frugal.models.resolve import resolve_base
-from frugal.models.skeleton import linear_kinds, put_nf4
-from frugal.models.upcast_on_use import keep_stored
+from frugal.models.skeleton import insert_nf4, linear_kinds
 
 VOCAB, WIDTH = 128256, 4096
 
@@ -37,8 +37,8 @@ def test_a_large_table_on_meta(compute: torch.dtype, tied: bool) -> None:
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(resident_dtype(parameter.dtype, parameter.ndim, compute))
-    put_nf4(model, linear_kinds(model)[0], double_quant=True)
-    keep_stored(model, compute)
+    insert_nf4(model, linear_kinds(model)[0], double_quant=True)
+    upcast_on_use(model, compute)
     counts = count_bytes(model)
     table = VOCAB * WIDTH * 2
     sixteen = {kind: size for kind, size in counts.items() if kind.endswith(("embedding", "head"))}

@@ -7,10 +7,9 @@ from torch import nn
 
 from frugal.codecs.nf4 import NF4Linear
 from frugal.models.attention import use_attention
-from frugal.models.families import FAMILIES, tiny_model
-from frugal.models.fused_attention import FrugalAttention
-from frugal.models.replace_attention import attention_candidate, attention_disproof
-from frugal.models.replace_modules import swap_modules
+from frugal.models.modules.attention import FrugalAttention, attention_candidate, attention_mismatch
+from frugal.models.replacement import replace_modules
+from tests.support.tiny_models import FAMILIES, tiny_model
 
 
 def _peft(family, *, nf4=False, attention="frugal", config=None, **changes):
@@ -62,7 +61,7 @@ def test_families(family, nf4, packed):
     model = _peft(family, nf4=nf4)
     want = _step(model, packed)
     keys, adapter_keys = list(model.state_dict()), list(get_peft_model_state_dict(model))
-    report = swap_modules(model)
+    report = replace_modules(model)
     assert len(_attentions(model)) == model.config.num_hidden_layers, str(report)
     _same(_step(model, packed), want)
     assert list(model.state_dict()) == keys
@@ -72,7 +71,7 @@ def test_families(family, nf4, packed):
 def test_partial_rotation():
     model = _peft("phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
     want = _step(model, False)
-    swap_modules(model)
+    replace_modules(model)
     assert len(_attentions(model)) == 2
     _same(_step(model, False), want)
 
@@ -80,7 +79,7 @@ def test_partial_rotation():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_with_and_without_cache(family):
     model, stock = _peft(family).eval(), _peft(family).eval()
-    swap_modules(model)
+    replace_modules(model)
     prompt = torch.arange(5, 14)[None]
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     want = stock.generate(input_ids=prompt, **settings)
@@ -91,7 +90,7 @@ def test_generation_with_and_without_cache(family):
 def test_it_is_still_what_transformers_looks_for():
     model, stock = tiny_model("llama", attn_implementation="eager"), tiny_model("llama", attn_implementation="eager")
     was = type(model.model.layers[0].self_attn)
-    swap_modules(model)
+    replace_modules(model)
     assert isinstance(model.model.layers[0].self_attn, was)
     ids = torch.arange(5, 14)[None]
     got, want = (m(input_ids=ids, output_attentions=True, use_cache=False).attentions for m in (model, stock))
@@ -104,7 +103,7 @@ def test_it_is_still_what_transformers_looks_for():
 def test_with_attention_that_is_not_frugals(attention):
     model = _peft("qwen3", attention=None, attn_implementation=attention)
     want = _step(model, False)
-    swap_modules(model)
+    replace_modules(model)
     assert len(_attentions(model)) == 2
     _same(_step(model, False), want)
 
@@ -113,14 +112,14 @@ def test_dropout_in_attention_is_passed_on():
     model = _peft("llama", attention=None, attn_implementation="sdpa", attention_dropout=0.3)
     torch.manual_seed(1)
     want = _step(model, False)
-    swap_modules(model)
+    replace_modules(model)
     torch.manual_seed(1)
     _same(_step(model, False), want)
 
 
 def test_rotation_lies_in_the_projections_memory_and_hooks_see_true_outputs():
     model = _peft("llama", nf4=True)
-    swap_modules(model)
+    replace_modules(model)
     attention = _attentions(model)[0]
     x, angle = torch.randn(1, 6, 48), torch.rand(1, 6, 6)
     pair = tuple(torch.cat([t, t], -1) for t in (angle.cos(), angle.sin()))
@@ -149,7 +148,7 @@ def test_rotation_lies_in_the_projections_memory_and_hooks_see_true_outputs():
 )
 def test_what_is_left_alone(family, changes, reason):
     model = tiny_model(family, **changes)
-    report = swap_modules(model)
+    report = replace_modules(model)
     rows = [row for row in report.rows if row.was.endswith("Attention")]
     assert rows
     assert all(row.became is None for row in rows)
@@ -159,17 +158,17 @@ def test_what_is_left_alone(family, changes, reason):
 def test_a_changed_module_is_found_out():
     attention = tiny_model("gemma2").model.layers[0].self_attn
     good = attention_candidate(attention)
-    assert attention_disproof(attention, good, torch.float32) is None
+    assert attention_mismatch(attention, good, torch.float32) is None
     for setting, value, words in (("sliding_window", 7, "sliding_window"), ("softcap", 3.0, "softcap")):
         wrong = attention_candidate(attention)
         wrong.frugal_extra = {**wrong.frugal_extra, setting: value}
-        assert attention_disproof(attention, wrong, torch.float32) == f"other settings of attention: {words}"
+        assert attention_mismatch(attention, wrong, torch.float32) == f"other settings of attention: {words}"
     wrong = attention_candidate(attention)
     wrong.frugal_rotates = False
-    assert "differs" in attention_disproof(attention, wrong, torch.float32)
+    assert "differs" in attention_mismatch(attention, wrong, torch.float32)
     wrong = attention_candidate(attention)
     wrong.scaling = 0.5
-    assert "differs" in attention_disproof(attention, wrong, torch.float32)
+    assert "differs" in attention_mismatch(attention, wrong, torch.float32)
     assert attention.config._attn_implementation != "frugal_proof"
     attention.further = nn.Linear(2, 2)
     assert attention_candidate(attention) == "the attention has further layers: further"
@@ -181,5 +180,5 @@ def test_trained_norms_get_their_gradients():
     model = _peft("qwen3", config=config)
     want = _step(model, False)
     assert any("q_norm" in name for name in want[1])
-    swap_modules(model)
+    replace_modules(model)
     _same(_step(model, False), want)

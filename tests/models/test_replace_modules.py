@@ -1,4 +1,4 @@
-"""swap_modules: losses, adapters' gradients and keys equal those of the stock model, family by family."""
+"""replace_modules: losses, adapters' gradients and keys equal those of the stock model, family by family."""
 
 import json
 
@@ -8,9 +8,9 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from torch import nn
 
 from frugal.codecs.nf4 import NF4Linear
-from frugal.models.families import FAMILIES, tiny_model
-from frugal.models.fused import FrugalGatedMLP, FrugalLoraLinear, FrugalRMSNorm
-from frugal.models.replace_modules import disproof, swap_modules
+from frugal.models.modules.fused import FrugalGatedMLP, FrugalLoraLinear, FrugalRMSNorm
+from frugal.models.replacement import mismatch, replace_modules
+from tests.support.tiny_models import FAMILIES, tiny_model
 
 
 def _peft(family, *, nf4=False, config=None, **changes):
@@ -46,28 +46,28 @@ def test_families(family, nf4):
     model = _peft(family, nf4=nf4)
     want = _step(model)
     keys, adapter_keys = list(model.state_dict()), list(get_peft_model_state_dict(model))
-    report = swap_modules(model)
-    kinds = {row.became for row in report.swapped}
+    report = replace_modules(model)
+    kinds = {row.became for row in report.replaced}
     assert kinds == {"FrugalLoraLinear", "FrugalGatedMLP", "FrugalRMSNorm", "FrugalAttention"}
     assert not report.kept, str(report)
     _same(_step(model), want)
     assert list(model.state_dict()) == keys
     assert list(get_peft_model_state_dict(model)) == adapter_keys
-    assert not swap_modules(model).rows
+    assert not replace_modules(model).rows
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
 def test_small_tiles(family):
     model = _peft(family)
     want = _step(model)
-    swap_modules(model, mlp_tile_tokens=7)
+    replace_modules(model, mlp_tile_tokens=7)
     _same(_step(model), want)
 
 
 def test_saved_adapter_loads_in_stock_peft(tmp_path):
     model = _peft("llama")
     ids = torch.arange(5, 17)[None]
-    swap_modules(model)
+    replace_modules(model)
     model.eval()
     want = model(input_ids=ids, use_cache=False).logits
     model.save_pretrained(tmp_path)
@@ -77,7 +77,7 @@ def test_saved_adapter_loads_in_stock_peft(tmp_path):
 
 def test_disabled_switched_merged_and_several_adapters():
     model, stock = _peft("llama"), _peft("llama")
-    swap_modules(model)
+    replace_modules(model)
     ids = torch.arange(5, 17)[None]
 
     def both():
@@ -116,7 +116,7 @@ def test_dropout_equals_pefts_for_one_seed():
     model = _peft("llama", config=config)
     torch.manual_seed(3)
     want = _step(model)
-    swap_modules(model)
+    replace_modules(model)
     torch.manual_seed(3)
     _same(_step(model), want)
 
@@ -125,7 +125,7 @@ def test_proof_leaves_adapters_as_they_were():
     model = _peft("llama", config=LoraConfig(r=4, target_modules="all-linear"))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     modes = {n: m.training for n, m in model.named_modules()}
-    swap_modules(model)
+    replace_modules(model)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert all(m.training == modes[n] for n, m in model.named_modules())
     assert all(p.grad is None for p in model.parameters())
@@ -136,7 +136,7 @@ def test_dora_trained_norms_and_hooks_stay_with_the_reason():
     model = _peft("llama", config=config)
     handle = model.base_model.model.model.layers[0].input_layernorm.register_forward_hook(lambda m, a, o: None)
     want = _step(model)
-    report = swap_modules(model)
+    report = replace_modules(model)
     reasons = {row.name.removeprefix("base_model.model.model."): row.reason for row in report.kept}
     assert "DoraLinearVariant" in reasons["layers.0.self_attn.q_proj"]
     assert "DoraLinearVariant" in reasons["layers.1.mlp"]
@@ -153,7 +153,7 @@ def test_experts_are_left_alone(family):
     config = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     model = _peft(family, config=config, **changes)
     want = _step(model)
-    report = swap_modules(model)
+    report = replace_modules(model)
     assert any("mixture of experts" in row.reason for row in report.kept)
     assert not any(isinstance(m, FrugalGatedMLP) for m in model.modules())
     assert any(isinstance(m, FrugalLoraLinear) for m in model.modules())
@@ -163,18 +163,18 @@ def test_experts_are_left_alone(family):
 def test_wrong_replacements_are_found_out():
     mlp = tiny_model("llama").model.layers[0].mlp
     good = FrugalGatedMLP(mlp, ("gate_proj", "up_proj"), "down_proj", "silu", None)
-    assert disproof(mlp, good, 48, torch.float32) is None
+    assert mismatch(mlp, good, 48, torch.float32) is None
     swapped = FrugalGatedMLP(mlp, ("up_proj", "gate_proj"), "down_proj", "silu", None)
-    assert "output differs" in disproof(mlp, swapped, 48, torch.float32)
+    assert "output differs" in mismatch(mlp, swapped, 48, torch.float32)
     other = FrugalGatedMLP(mlp, ("gate_proj", "up_proj"), "down_proj", "gelu", None)
-    assert "differs" in disproof(mlp, other, 48, torch.float32)
+    assert "differs" in mismatch(mlp, other, 48, torch.float32)
 
     class WrongGradient(FrugalGatedMLP):
         def forward(self, x):
             return super().forward(x.detach()) + 0 * x
 
     liar = WrongGradient(mlp, ("gate_proj", "up_proj"), "down_proj", "silu", None)
-    assert "gradient of the input" in disproof(mlp, liar, 48, torch.float32)
+    assert "gradient of the input" in mismatch(mlp, liar, 48, torch.float32)
 
 
 def test_unknown_activation_and_norm_stay():
@@ -190,7 +190,7 @@ def test_unknown_activation_and_norm_stay():
             return (x - x.mean(-1, keepdim=True)) * self.weight
 
     model.model.norm = MeanNorm()
-    report = swap_modules(model)
+    report = replace_modules(model)
     reasons = {row.name: row.reason for row in report.kept}
     assert "Tanh" in reasons["model.layers.0.mlp"]
     assert "no RMSNorm" in reasons["model.norm"]
@@ -198,7 +198,7 @@ def test_unknown_activation_and_norm_stay():
 
 
 def test_report_prints_and_goes_into_the_manifest():
-    report = swap_modules(_peft("llama"))
+    report = replace_modules(_peft("llama"))
     text = str(report)
     assert "base_model.model.model.layers.*.mlp" in text
     assert "LlamaMLP -> FrugalGatedMLP" in text
@@ -210,7 +210,7 @@ def test_report_prints_and_goes_into_the_manifest():
 
 def test_generation_after_swapping():
     model, stock = _peft("llama", nf4=True).eval(), _peft("llama", nf4=True).eval()
-    swap_modules(model)
+    replace_modules(model)
     prompt = torch.arange(5, 12)[None]
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assert torch.equal(model.generate(input_ids=prompt, **settings), stock.generate(input_ids=prompt, **settings))
@@ -218,7 +218,7 @@ def test_generation_after_swapping():
 
 def test_q_k_v_share_one_saved_input():
     model = _peft("llama", nf4=True)
-    swap_modules(model)
+    replace_modules(model)
     attention = model.base_model.model.model.layers[0].self_attn
     x = torch.randn(2, 50, 48, requires_grad=True) * 1
     kept = []

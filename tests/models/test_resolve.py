@@ -17,8 +17,7 @@ from huggingface_hub import errors as hub
 
 from frugal.errors import ConfigError, ModelError, UnsupportedError
 from frugal.models import resolve as source
-from frugal.models.fingerprint import base_fingerprint
-from frugal.models.resolve import resolve_base
+from frugal.models.resolve import base_fingerprint, resolve_base
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from frugal.models import upcast_on_use as stored
-from frugal.models.upcast_on_use import StoredEmbedding, StoredLinear, keep_stored
+from frugal.codecs import upcast_on_use as stored
+from frugal.codecs.upcast_on_use import UpcastEmbedding, UpcastLinear, upcast_on_use
 
 
 class Tied(nn.Module):
@@ -28,12 +28,12 @@ def test_stored_equals_a_float32_copy(monkeypatch: pytest.MonkeyPatch, block_byt
     copy = Tied(torch.float32)
     copy.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
     keys = list(model.state_dict())
-    assert keep_stored(model, torch.float32) == ["embed", "head"]
+    assert upcast_on_use(model, torch.float32) == ["embed", "head"]
     assert list(model.state_dict()) == keys
     assert model.head.weight is model.embed.weight
     assert model.embed.weight.dtype == torch.bfloat16
-    assert isinstance(model.embed, StoredEmbedding)
-    assert isinstance(model.head, StoredLinear)
+    assert isinstance(model.embed, UpcastEmbedding)
+    assert isinstance(model.head, UpcastLinear)
     ids = torch.tensor([[1, 5, 36], [3, 0, 7]])
     torch.testing.assert_close(model(ids), copy(ids), rtol=1e-6, atol=1e-6)
 
@@ -47,7 +47,7 @@ def test_stored_equals_a_float32_copy(monkeypatch: pytest.MonkeyPatch, block_byt
 def test_bias_trained_weight_and_empty_input() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5)).to(torch.bfloat16)
-    assert keep_stored(model, torch.float32) == ["0"]
+    assert upcast_on_use(model, torch.float32) == ["0"]
     x = torch.randn(4, 6)
     want = torch.nn.functional.linear(x, model[0].weight.float(), model[0].bias.float())
     torch.testing.assert_close(model(x), want)  # still trainable: gradients reach the weight
@@ -60,5 +60,5 @@ def test_bias_trained_weight_and_empty_input() -> None:
 
 def test_modules_of_the_compute_dtype_stay() -> None:
     model = Tied(torch.float32)
-    assert keep_stored(model, torch.float32) == []
+    assert upcast_on_use(model, torch.float32) == []
     assert type(model.embed) is nn.Embedding

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from frugal.models.attention import use_attention
-from frugal.models.families import tiny_model
 from frugal.ops import attention, attention_reference
+from tests.support.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize("form", ["cpu_flash", "sdpa", "blockwise", "reference"])

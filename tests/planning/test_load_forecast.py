@@ -14,11 +14,11 @@ from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection
 from frugal.memory.meter import LiveBytesMeter
 from frugal.models.attention import use_attention
 from frugal.models.load import load_base
-from frugal.models.replace_modules import swap_modules
-from frugal.models.resolve import BaseSource
+from frugal.models.replacement import replace_modules
+from frugal.models.resolve import ResolvedModel
 from frugal.ops.planned import PlannedDevice
 from frugal.planning.loading import load_peak
-from frugal.planning.simulate import Simulation
+from frugal.planning.simulate import MemorySimulator
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -42,16 +42,16 @@ def test_forecast_and_measured_peak_of_a_load(
     config = AutoConfig.for_model(family, **{**SIZES, **changes})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).save_pretrained(tmp_path)
-    sim = Simulation(
+    sim = MemorySimulator(
         AutoConfig.from_pretrained(tmp_path), ModelSection(base="x", quantize=quantize), LoraSection(r=8),
         TrainSection(), MemorySection(), torch.float32, PlannedDevice("cpu"),
     )  # fmt: skip
     forecast = load_peak(sim)
     with LiveBytesMeter(device="cpu") as meter:
-        loaded = load_base(BaseSource("x", tmp_path, "folder", None), quantize=quantize)
+        loaded = load_base(ResolvedModel("x", tmp_path, "folder", None), quantize=quantize)
         use_attention(loaded.model)
         model = apply_adapters(loaded.model, LoraSection(r=8), seed=0, quantize=quantize).model
-        swap_modules(model, compute_dtype=torch.float32)
+        replace_modules(model, compute_dtype=torch.float32)
     error = forecast.bytes / meter.peak_bytes - 1
     told = f"forecast {forecast.bytes:,}, measured {meter.peak_bytes:,} ({error:+.2%}), at rest {sim.base_at_rest():,}"
     print(told)

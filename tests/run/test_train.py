@@ -15,7 +15,8 @@ import frugal.checkpoints.write
 from frugal.checkpoints.write import why_incomplete
 from frugal.errors import CheckpointError, ConfigError, FrugalError
 from frugal.files import read_json
-from frugal.run.train import evaluate, train
+from frugal.run.evaluate import evaluate
+from frugal.run.train import train
 from frugal.training.log import read_log
 from tests.support import runs
 
@@ -134,7 +135,7 @@ def test_losses_that_stop_being_finite_stop_the_run(tiny_llama_folder: Path, dat
 def test_a_tracker_that_is_not_installed_stops_at_once(
     tiny_llama_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frugal.training.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("frugal.run.trackers.find_spec", lambda name: None)
     config = settings(tiny_llama_folder, data, tmp_path / "run")
     config["train"]["report_to"] = ["wandb"]
     with pytest.raises(ConfigError, match=r"wandb, which is not installed here.*pip install wandb"):

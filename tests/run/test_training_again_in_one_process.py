@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import frugal.run.train
-from frugal.training.job import Job
+from frugal.training.setup import TrainSetup
 from tests.support import runs
 
 
@@ -28,7 +28,7 @@ def test_five_runs_one_of_them_failing(
     fail_at: list[int] = []
     original = frugal.run.train.train_loop
 
-    def watched(job: Job, hooks: Any, state: Any) -> Any:
+    def watched(job: TrainSetup, hooks: Any, state: Any) -> Any:
         things = {"module": job.module, "model": job.module.model, "optimizer": job.optimizer, "rows": job.order}
         refs.extend((name, weakref.ref(thing)) for name, thing in things.items())
         refs.extend((name, weakref.ref(p)) for name, p in job.module.named_parameters())

@@ -17,7 +17,7 @@ from frugal.codecs.nf4 import dequantize_nf4, quantize_nf4
 from frugal.config import dump_yaml, load_config
 from frugal.files import write_json, write_text
 from frugal.manifest import Manifest
-from frugal.models.fingerprint import base_fingerprint
+from frugal.models.resolve import base_fingerprint
 
 IDS = torch.tensor([[1, 17, 45, 200, 13, 99, 150, 7]])
 

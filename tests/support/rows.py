@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from frugal.config.models import DataSection, SourceSection
+from frugal.config import DataSection, SourceSection
 from frugal.data.prepare import PreparedRow, RowPreparer
 from frugal.data.prompt import chat_renderer
 from frugal.data.render import ChatRenderer

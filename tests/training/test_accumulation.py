@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.training.job import Hooks, LoopState
 from frugal.training.loop import train_loop
+from frugal.training.setup import Hooks, LoopState
 from frugal.training.signals import StopRequest
 from tests.support import training as toy
 

@@ -30,7 +30,7 @@ from frugal.distributed.zero import units as zero_units
 from frugal.distributed.zero.config import Given, ZeroSettings, check_given, engine_config
 from frugal.distributed.zero.ready import require_deepspeed
 from frugal.errors import UnsupportedError
-from frugal.models.deferred_layers import decoder_layers
+from frugal.model_structure import decoder_layers
 
 log = logging.getLogger("frugal.distributed")
 

@@ -13,39 +13,38 @@ from torch.optim import SGD
 from frugal.adapters import apply_adapters
 from frugal.config import LoraSection
 from frugal.distributed.fsdp2 import FullyShard
-from frugal.distributed.layerwise import FilledModel, load_layer_by_layer
 from frugal.distributed.tensors import local_bytes, whole
 from frugal.memory.meter import LiveBytesMeter
 from frugal.models.attention import use_attention
+from frugal.models.build import BuiltModel, ModelSpec, build
 from frugal.models.load import load_base
-from frugal.models.replace_modules import swap_modules
-from frugal.models.resolve import BaseSource
-from frugal.training.loss import LossModule
+from frugal.models.replacement import replace_modules
+from frugal.models.resolve import ResolvedModel
+from frugal.objectives import LossModule
 from tests.distributed.ranks.worker import Rank
 
 LORA = LoraSection(r=4, lora_alpha=8)
 CPU = torch.device("cpu")
 
 
-def source(name: str) -> BaseSource:
-    return BaseSource(name, Path(os.environ["FRUGAL_TEST_MODELS"]) / name, "folder", None)
+def source(name: str) -> ResolvedModel:
+    return ResolvedModel(name, Path(os.environ["FRUGAL_TEST_MODELS"]) / name, "folder", None)
 
 
-def ordinary(base: BaseSource, quantize: Any, lora: LoraSection = LORA) -> nn.Module:
+def ordinary(base: ResolvedModel, quantize: Any, lora: LoraSection = LORA) -> nn.Module:
     loaded = load_base(base, quantize=quantize)
     use_attention(loaded.model)
     applied = apply_adapters(loaded.model, lora, seed=3, quantize=quantize)
-    swap_modules(applied.model, compute_dtype=torch.float32)
+    replace_modules(applied.model, compute_dtype=torch.float32)
     return LossModule(applied.model)
 
 
 def sharded(
-    base: BaseSource, quantize: Any, fused: bool = True, lora: LoraSection = LORA
-) -> tuple[FilledModel, FullyShard, nn.Module]:
+    base: ResolvedModel, quantize: Any, fused: bool = True, lora: LoraSection = LORA
+) -> tuple[BuiltModel, FullyShard, nn.Module]:
     strategy = FullyShard(CPU)
-    filled = load_layer_by_layer(
-        base, lora, on_layer=strategy.take_layer, seed=3, quantize=quantize, dtype=torch.float32, fused=fused
-    )
+    spec = ModelSpec(source=base, lora=lora, seed=3, quantize=quantize, fused=fused)
+    filled = build(spec, "layerwise", strategy.take_layer)
     module = LossModule(filled.model, head=filled.head)
     wrapped, _ = strategy.prepare(module, lambda: SGD([p for p in module.parameters() if p.requires_grad], lr=1.0))
     return filled, strategy, wrapped

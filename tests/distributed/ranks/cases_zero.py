@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from frugal.checkpoints.tensors import read_tensors, write_tensors
 from frugal.config import LoraSection
-from frugal.distributed.layerwise import load_layer_by_layer
 from frugal.distributed.optimizer_state import OptimizerState
 from frugal.distributed.strategy import Strategy
 from frugal.distributed.zero import state as zero_state
@@ -22,12 +21,13 @@ from frugal.distributed.zero.config import ZeroSettings
 from frugal.distributed.zero.engine import Zero
 from frugal.errors import CheckpointError, FrugalError
 from frugal.memory.meter_report import optimizer_tensors
-from frugal.models.deferred_layers import decoder_layers
-from frugal.models.resolve import BaseSource
-from frugal.training.evaluate import to_device
-from frugal.training.job import LoopState
-from frugal.training.loop import _collate
-from frugal.training.warmup_step import run_probe
+from frugal.model_structure import decoder_layers
+from frugal.models.build import ModelSpec, build
+from frugal.models.resolve import ResolvedModel
+from frugal.tensor_files import read_tensors, write_tensors
+from frugal.training.loop import micro_batch
+from frugal.training.setup import LoopState
+from frugal.training.warmup_step import run_warmup_step
 from tests.distributed.ranks.sharded_runs import (
     GLOBAL_BATCH,
     Running,
@@ -147,7 +147,7 @@ def case_zero3_one_micro(rank: Rank) -> dict[str, Any]:
 def case_zero3_half(rank: Rank) -> dict[str, Any]:
     """The first half, saved; then the second half in a new engine."""
     running = start(Setting(policy="none"), zero(3))
-    running.job.save_steps = HALF_WAY
+    running.job = replace(running.job, save_steps=HALF_WAY)
     running.train(save=lambda state: keep(rank, running, "half") if state.step == HALF_WAY else None)
     running.job.strategy.close()
     return {"records": running.records}
@@ -171,11 +171,11 @@ def case_gathers(rank: Rank) -> dict[str, Any]:
     for policy in ("none", "recompute", "offload"):
         running = start(Setting(policy=policy, steps=3), zero(3))
         running.train()
-        batch = to_device(_collate(running.job, [rank.rank], 0), CPU)
+        batch = micro_batch(running.job, [rank.rank], 0)
         wrapped, strategy = running.job.wrapped, running.job.strategy
         with CommDebugMode() as comm, strategy.accumulating(wrapped, True):
-            loss, count = wrapped(batch)
-            strategy.backward(loss / count, torch.amp.GradScaler("cpu", enabled=False))
+            loss, sums = wrapped(batch)
+            strategy.backward(loss / sums[1], torch.amp.GradScaler("cpu", enabled=False))
         counts = {str(op).split(".")[1]: number for op, number in comm.get_comm_counts().items()}
         strategy.zero_grad(running.job.optimizer)
         strategy.rest(wrapped)
@@ -234,7 +234,7 @@ def case_evaluation_and_probe(rank: Rank) -> dict[str, Any]:
         running = start(setting, zero(stage), eval_rows=rows([2, 1, 5, 3, 4], seed=3))
         job = running.job
         before = running.adapter()
-        run_probe(job)
+        run_warmup_step(job)
         after = running.adapter()
         unchanged = all(torch.equal(before[name], after[name]) for name in before)
         fresh = job.strategy.full_optimizer_state(job.optimizer).tensors == {}
@@ -244,7 +244,7 @@ def case_evaluation_and_probe(rank: Rank) -> dict[str, Any]:
         held = zero_units.local_bytes(running.model)
         last = running.adapter()
         state = job.strategy.full_optimizer_state(job.optimizer)
-        run_probe(job, first_step=1)
+        run_warmup_step(job, first_step=1)
         later, state_later = running.adapter(), job.strategy.full_optimizer_state(job.optimizer)
         out[str(stage)] = {
             "records": running.records,
@@ -305,8 +305,8 @@ def case_not_finite(rank: Rank) -> dict[str, Any]:
         before = running.adapter()
 
         def spoil(module: Any, args: Any, output: Any) -> Any:
-            loss, count = output
-            return (loss * float("nan") if rank.rank == 1 else loss), count
+            loss, sums = output
+            return (loss * float("nan"), sums * float("nan")) if rank.rank == 1 else (loss, sums)
 
         running.job.module.register_forward_hook(spoil)
         try:
@@ -327,8 +327,8 @@ def case_raises(rank: Rank) -> dict[str, Any]:
         running = start(Setting(policy="none"), zero(stage))
         wrapped, strategy = running.job.wrapped, running.job.strategy
         with strategy.accumulating(wrapped, False):
-            loss, count = wrapped(to_device(_collate(running.job, [rank.rank], 0), CPU))
-            strategy.backward(loss / count, torch.amp.GradScaler("cpu", enabled=False))
+            loss, sums = wrapped(micro_batch(running.job, [rank.rank], 0))
+            strategy.backward(loss / sums[1], torch.amp.GradScaler("cpu", enabled=False))
         out[str(stage)] = ""
         if rank.rank == 1:
             try:
@@ -363,7 +363,7 @@ def case_other_ages(rank: Rank) -> dict[str, Any]:
 
 def case_layer_by_layer(rank: Rank) -> dict[str, Any]:
     """Each layer partitioned before the next is read: no rank ever holds the whole base."""
-    base = BaseSource("tiny", Path(os.environ["TINY_UNTIED"]), "folder", None)
+    base = ResolvedModel("tiny", Path(os.environ["TINY_UNTIED"]), "folder", None)
     lora = LoraSection(r=4, lora_alpha=8)
     strategy = zero(3)
     held: list[int] = []
@@ -372,7 +372,7 @@ def case_layer_by_layer(rank: Rank) -> dict[str, Any]:
         strategy.take_layer(name, layer)
         held.append(zero_units.local_bytes(layer)["frozen"])
 
-    filled = load_layer_by_layer(base, lora, on_layer=take, seed=0, dtype=torch.float32)
+    filled = build(ModelSpec(source=base, lora=lora), "layerwise", take)
     give_b(filled.model)
     running = start(Setting(), strategy, model=filled.model, head=filled.head)
     return {**finish(rank, running), "layers": held}
