@@ -17,11 +17,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from frugal.errors import FrugalError, ProcessLost, UnsupportedError
 
@@ -130,7 +132,7 @@ def _on_host() -> _Host:
         group = torch.distributed.new_group(backend="gloo", timeout=HOST_TIMEOUT)
         store = PrefixStore(f"frugal/{_made}", torch.distributed.distributed_c10d._get_default_store())
         try:
-            namespace = os.stat("/proc/self/ns/pid").st_ino
+            namespace = Path("/proc/self/ns/pid").stat().st_ino
         except OSError:  # not Linux
             namespace = 0
         processes: list[Any] = [None] * world_size()
@@ -213,6 +215,7 @@ def on_first(action: Callable[[], Any]) -> Any:
     """Run ``action`` on rank 0 and give its result to all; an error there is raised on every rank."""
     if not _together():
         return action()
+    _on_host()  # before the action: the others wait in this group, whose connections tell of this process's end
     failure: Exception | None = None
     shared: list[Any] = [None, None]
     if rank() == 0:
@@ -221,7 +224,9 @@ def on_first(action: Callable[[], Any]) -> Any:
         except Exception as error:
             failure = error
             # ours can be sent as they are, others by their text
-            plain = error if isinstance(error, FrugalError) else RuntimeError(f"rank 0: {type(error).__name__}: {error}")
+            plain = (
+                error if isinstance(error, FrugalError) else RuntimeError(f"rank 0: {type(error).__name__}: {error}")
+            )
             shared = [None, plain]
     with _operation() as host:
         torch.distributed.broadcast_object_list(shared, src=0, group=host.group)

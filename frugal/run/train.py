@@ -28,7 +28,7 @@ from frugal.objectives import LossModule, make_objective
 from frugal.ops.choice import check_attention
 from frugal.run.memory import forecast, limit_allocator, make_planner, start_fallback, warm_up
 from frugal.run.record import RunRecord
-from frugal.run.sharing import Loading, asked_engine, share
+from frugal.run.sharing import asked_engine, layer_taker, share
 from frugal.run.steps import (
     check_disk,
     forget,
@@ -132,11 +132,12 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         foreseen = forecast(config, shared.planner)
         limit_allocator(config, device)
 
-        loading = Loading(config, base, strategy)
-        record.say(loading.note) if loading.note else None
-        loaded = load_model(config, base, tokenizer, device, dtype, loading.take_layer)
+        take_layer, why_whole = layer_taker(config, base, strategy)
+        if why_whole is not None:
+            record.say(why_whole)
+        loaded = load_model(config, base, tokenizer, device, dtype, take_layer)
         model = loaded.model
-        loading.compare(model)
+        strategy.compare_start(model)
         ranks.on_first(lambda: check_disk(config, run_dir, plan, trainable(model)))
         untrained = zero_embedding_rows(model)
 
