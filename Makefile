@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # One exact version whose ordinary wheel runs here without a GPU; with an NVIDIA driver the newest that pip finds.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.9,torch==2.13.0)
-EXTRAS ?= dev,notebooks,trl,report
+EXTRAS ?= dev,notebooks,trl
 # Tests: processes, and threads of each.
 WORKERS ?= 2
 THREADS ?= 1

@@ -124,7 +124,7 @@ def frugal_side(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -
         return total / count
 
     kinds = ", ".join(f"{kind}: {choice.name}" for kind, choice in attention.by_layer.items())
-    return Side("frugal", model, loss, adamw(model), f"attention {attention.name} ({kinds})")
+    return Side("frugal", model, loss, adamw(model), f"attention {attention.value} ({kinds})")
 
 
 def peer_side(config: LlamaConfig, device: torch.device, dtype: torch.dtype, *, liger: bool) -> Side:

@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from frugal.adapters import apply_adapters
 from frugal.config import LoraSection, TrainSection
 from frugal.data import TokenDataset, collate
 from frugal.distributed.fsdp2 import FullyShard
@@ -40,9 +39,7 @@ from frugal.distributed.zero import state as zero_state
 from frugal.distributed.zero.config import ZeroSettings
 from frugal.distributed.zero.engine import Zero
 from frugal.memory.checkpointing import apply_activation_checkpointing
-from frugal.models.attention import use_attention
-from frugal.models.load import load_base
-from frugal.models.replacement import replace_modules
+from frugal.models.build import ModelSpec, build
 from frugal.models.resolve import ResolvedModel
 from frugal.objectives import LossModule, make_objective
 from frugal.training.loop import train_loop
@@ -146,18 +143,16 @@ def strategies(world: int) -> dict[str, Any]:
 
 def train(base: Path, strategy: Strategy) -> tuple[dict[str, int], list[float], dict[str, Tensor]]:
     """This rank's bytes, the losses, and the whole adapter (rank 0)."""
-    model: Any = load_base(ResolvedModel("small", base, "folder", None), quantize="nf4", dtype=torch.float32).model
-    use_attention(model)
-    lora = LoraSection.model_validate({"r": 8, "lora_alpha": 16})
-    model = apply_adapters(model, lora, seed=0, quantize="nf4").model
-    replace_modules(model, compute_dtype=torch.float32)
+    spec = ModelSpec(source=ResolvedModel("small", base, "folder", None), lora=LoraSection(r=8, lora_alpha=16))
+    built = build(spec)
+    model = built.model
     section = TrainSection.model_validate(
         {
             "group_by_length": False, "max_steps": STEPS, "per_device_train_batch_size": 1, "max_grad_norm": NORM,
             "gradient_accumulation_steps": BATCH // strategy.world_size, "learning_rate": 1e-3, "warmup_ratio": 0.0,
         }
     )  # fmt: skip
-    data, module = rows(), LossModule(model, make_objective(flat=True))
+    data, module = rows(), LossModule(model, make_objective(flat=True), head=built.head)
     wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), section))
     held = preflight(strategy, wrapped, module, optimizer, max_grad_norm=NORM).local
     handle = apply_activation_checkpointing(model, "recompute")

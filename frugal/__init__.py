@@ -19,7 +19,7 @@ _PUBLIC = {
     "load": "frugal.inference.load",
     "chat": "frugal.inference.chat",
     "load_run": "frugal.inference.load",
-    "merge": "frugal.exports.merge",
+    "merge": "frugal.exports.registry",
     "fetch": "frugal.assets",
     "FrugalError": "frugal.errors",
     "ConfigError": "frugal.errors",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from frugal.assets import weights_note
 from frugal.codecs.nf4 import NF4Linear
 from frugal.units import gib
 
@@ -75,7 +76,8 @@ class LoadReport:
         """A few lines for the terminal."""
         kinds = ", ".join(f"{kind} {gib(count)}" for kind, count in self.bytes_by_kind.items())
         lines = [
-            f"{self.base}: {self.architecture}, {self.parameters / 1e6:.1f} M weights, {gib(self.total_bytes)} "
+            f"{self.base}{weights_note(self.base)}: {self.architecture}, {self.parameters / 1e6:.1f} M weights, "
+            f"{gib(self.total_bytes)} "
             f"in memory ({kinds})",
             f"weights {'NF4' if self.quantized else 'as in the checkpoint'}, compute {self.compute_dtype}, "
             f"adapters {self.adapter_dtype}; {len(self.quantized)} layers quantised, {len(self.kept)} kept",

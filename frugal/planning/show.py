@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from frugal.assets import weights_note
 from frugal.planning.forecast import Plan
 from frugal.planning.network import LINKS
 from frugal.planning.sweep import Measure, SweepRow
@@ -30,8 +31,8 @@ def lines(plan: Plan) -> list[str]:
     shown = [verdict(plan), ""]
     method = f"{plan.policy} (chosen)" if plan.asked_policy == "auto" else plan.policy
     shown.append(
-        f"{plan.base}: {plan.parameters / 1e9:.2f} B parameters, {plan.trained / 1e6:.1f} M trained, "
-        f"compute {plan.compute}, checkpoint: {method}"
+        f"{plan.base}{weights_note(plan.base)}: {plan.parameters / 1e9:.2f} B parameters, "
+        f"{plan.trained / 1e6:.1f} M trained, compute {plan.compute}, checkpoint: {method}"
     )
     shown.append("")
     shown.append(f"{'device':<28}{'tensors':>10}")

@@ -107,7 +107,7 @@ def build_fake(
         mlp_tile_tokens=memory.mlp_chunk_tokens,
     )
     built = build(spec, "meta")
-    flat = built.attention.name == "frugal" or packed
+    flat = built.attention.value == "frugal" or packed
     module = LossModule(built.model, make_objective(flat=flat), chunk_tokens=memory.loss_chunk_tokens, head=built.head)
     with mode:
         _materialise(module, torch.device(device))
@@ -117,7 +117,7 @@ def build_fake(
         built.base,
         built.tensors,
         flat=flat,
-        attention=built.attention.name,
+        attention=built.attention.value,
         parameters=built.report.parameters,
         host_embedding_bytes=table.weight.nbytes if isinstance(table, HostEmbedding) else 0,
     )

@@ -33,7 +33,7 @@ def evaluate(run: str | Path, *, data: str | Path | None = None) -> dict[str, fl
         raise ConfigError(f"{run} was trained without evaluation rows. Name a file: frugal eval {run} --data FILE.")
     attention = use_attention(loaded.model.get_base_model())
     objective = make_objective(
-        pad_id=loaded.tokenizer.pad_token_id or 0, flat=attention.name == "frugal" or config.data.packing
+        pad_id=loaded.tokenizer.pad_token_id or 0, flat=attention.value == "frugal" or config.data.packing
     )
     result = evaluate_rows(
         LossModule(loaded.model, objective, chunk_tokens=config.memory.loss_chunk_tokens),

@@ -128,7 +128,7 @@ class RunRecord:
         for line in [*loaded.report.lines(), *loaded.adapter_lines]:
             self.say(line)
         self.manifest.add("load", loaded.report.as_dict())
-        self.manifest.choose("attention", loaded.attention.name, why=loaded.attention.reason)
+        self.manifest.decide(loaded.attention)
         for kind, choice in loaded.attention.by_layer.items():
             self.manifest.choose(f"attention, {kind} layers", choice.name, why=choice.reason, rejected=choice.rejected)
         if loaded.replacements is None:

@@ -21,7 +21,7 @@ from frugal.distributed import group as ranks
 from frugal.distributed.launch import check_group, read_launch, unused_gpus
 from frugal.distributed.sanity_checks import preflight
 from frugal.errors import MemoryBudgetError
-from frugal.exports.final import save_final
+from frugal.exports.adapter import save_final
 from frugal.memory.checkpointing import apply_activation_checkpointing
 from frugal.models.tokenizer import rows_needed, zero_embedding_rows
 from frugal.objectives import LossModule, make_objective
@@ -143,7 +143,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
 
         objective = make_objective(
             pad_id=tokenizer.pad_token_id or 0,
-            flat=loaded.attention.name == "frugal" or config.data.packing,
+            flat=loaded.attention.value == "frugal" or config.data.packing,
             label_smoothing=settings.label_smoothing,
         )
         module = LossModule(model, objective, chunk_tokens=config.memory.loss_chunk_tokens, head=loaded.head)

@@ -21,9 +21,9 @@ from frugal.ops import Choice
 from frugal.ops.choice import choices
 from frugal.ops.target import Target, no_tensor_cores, no_triton, target_of
 from frugal.units import gib
-from frugal.verification.checks import run_checks
-from frugal.verification.judge import Check
+from frugal.verification.judge import Check, Subject
 from frugal.verification.kernel_checks import KERNELS
+from frugal.verification.registry import run_checks
 
 _SHOWN_VERSIONS = ("frugal", "torch", "transformers", "peft", "bitsandbytes", "triton", "python")
 
@@ -71,7 +71,7 @@ def examine() -> Diagnosis:
     device = probe()
     target = target_of(device.torch_device)
     dtype = resolve_dtype("auto", device)
-    checks = run_checks(device.torch_device, dtype.compute)
+    checks = list(run_checks(Subject(device.torch_device, dtype.compute)))
     return Diagnosis(
         device,
         target,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from frugal.assets import weights_note
 from frugal.errors import CheckpointError
 from frugal.files import read_json, write_text
 from frugal.manifest import Manifest
@@ -89,7 +90,8 @@ def _about(manifest: Mapping[str, Any]) -> str:
     model = _mapping(_mapping(manifest.get("config")).get("model"))
     base = model.get("base") or _mapping(manifest.get("base")).get("name") or ""
     method = {"nf4": "QLoRA, NF4 base", "none": "LoRA"}.get(str(model.get("quantize")), "")
-    return " | ".join(str(part) for part in (base, method, manifest.get("started")) if part)
+    shown = f"{base}{weights_note(str(base))}"
+    return " | ".join(str(part) for part in (shown, method, manifest.get("started")) if part)
 
 
 def _tiles(manifest: Mapping[str, Any], log: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -141,7 +143,7 @@ def _memory(manifest: Mapping[str, Any]) -> Rows:
     """Bars: measured beside forecast for the phases of the warm-up step, then peaks of the whole run."""
     phases = _mapping(_mapping(_mapping(manifest.get("forecast")).get("device")).get("phases"))
     measured = _numbers(manifest.get("probe"))
-    kind = "allocator" if _mapping(manifest.get("device")).get("kind") == "cuda" else "process, libraries included"
+    kind = "allocator" if _mapping(manifest.get("device")).get("kind") == "cuda" else "process with its libraries"
     found: list[tuple[str, list[tuple[float, str, str]]]] = []
     for phase, (label, key) in _MEASURED.items():
         peak, forecast = measured.get(key, 0.0), _mapping(phases.get(phase)).get("bytes")

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from frugal.exports.merge import merge
+from frugal.exports.registry import merge
 from frugal.inference.load import load_run
 from frugal.run.train import train
 

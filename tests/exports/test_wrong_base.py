@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from frugal.errors import CheckpointError, FrugalError
-from frugal.exports.merge import merge
+from frugal.exports.registry import merge
 from tests.support.merged import logits_here, logits_of, make_run
 
 Make = Callable[..., Path]

@@ -16,7 +16,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from frugal.adapters import apply_adapters
 from frugal.config import LoraSection
 from frugal.errors import ConfigError
-from frugal.exports.merge import merge
+from frugal.exports.registry import merge
 from frugal.files import read_json
 from frugal.model_structure import input_device
 from frugal.models.load import load_base

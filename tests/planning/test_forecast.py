@@ -138,7 +138,7 @@ def measured(setting: Setting, folder: Path, scratch: Path) -> dict[Phase, int]:
     torch.manual_seed(0)
     train = train_section(setting)
     loaded = load_base(ResolvedModel("x", folder, "folder", None), quantize=setting.quantize)  # type: ignore[arg-type]
-    flat = use_attention(loaded.model).name == "frugal" or setting.documents > 1
+    flat = use_attention(loaded.model).value == "frugal" or setting.documents > 1
     quantize = setting.quantize
     model = apply_adapters(loaded.model, LoraSection(r=4, **setting.lora), seed=0, quantize=quantize).model
     if setting.fused:

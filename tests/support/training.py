@@ -68,7 +68,7 @@ def make_job(
 ) -> TrainSetup:
     """A job on the CPU; ``train`` are keys of the train section."""
     if flat:
-        assert use_attention(model.get_base_model()).name == "frugal"
+        assert use_attention(model.get_base_model()).value == "frugal"
     section = TrainSection.model_validate({"group_by_length": False, **train})
     module = LossModule(model, make_objective(flat=flat, label_smoothing=section.label_smoothing))
     strategy = replicated(torch.device("cpu"))

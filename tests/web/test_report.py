@@ -82,7 +82,7 @@ def test_the_page_says_what_happened(run: Path) -> None:
     text = " ".join(parser.text)
     for expected in (
         "3.500 → 2.250",
-        "0.84 GiB measured (process, libraries included)",
+        "0.84 GiB measured (process with its libraries)",
         "2.04 GiB measured (+2.0%)",
         "2.00 GiB forecast",
         "12.5 s",

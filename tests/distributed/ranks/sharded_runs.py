@@ -62,7 +62,7 @@ def tiny(setting: Setting) -> nn.Module:
         dtype=setting.dtype,
     )
     if setting.flat:
-        assert use_attention(loaded.model).name == "frugal"
+        assert use_attention(loaded.model).value == "frugal"
     lora = LoraSection.model_validate({"r": 4, "lora_alpha": 8, **setting.lora})
     model = apply_adapters(
         loaded.model, lora, seed=0, quantize=setting.quantize, new_token_ids=setting.new_token_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,6 @@ from frugal.ops import (
     choose,
     gated_mlp,
     gated_mlp_reference,
-    layer_norm,
-    layer_norm_reference,
     linear_cross_entropy,
     linear_cross_entropy_reference,
     lora_linear,
@@ -31,10 +30,8 @@ from frugal.ops import (
 )
 from frugal.ops.adam8bit import adam8bit_
 from frugal.ops.table import ROWS
-from frugal.verification.judge import Check, judged, with_gradients, worst
-from frugal.verification.kernel_checks import kernel_checks
+from frugal.verification.judge import Measurement, Random, Subject, with_gradients, worst
 
-Random = Callable[..., Tensor]
 _OFFSETS = (0, 97, 98, 300)
 _ATTENTION: dict[str, dict[str, Any]] = {
     "packed documents": {},
@@ -43,49 +40,57 @@ _ATTENTION: dict[str, dict[str, Any]] = {
 }
 
 
-def run_checks(device: torch.device, dtype: torch.dtype) -> list[Check]:
-    """All checks on ``device`` in ``dtype``; on a CUDA device the Triton kernels one by one, too."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
-
-    where = "run on this GPU" if device.type == "cuda" else "run on this CPU"
-    checks = [judged(op, name, what, where, device, compute)
-              for op, name, what, compute in _operations(device, dtype, random)]  # fmt: skip
-    return [*checks, *kernel_checks(device, dtype, random, where)]
-
-
-def _operations(
-    device: torch.device, dtype: torch.dtype, random: Random
-) -> Iterator[tuple[str, str, str, Callable[[], float]]]:
-    def chosen(op: str) -> str:
-        return choose(op, device, dtype).name
-
-    for name, what, facts in _attention_forms(device, dtype):
-        yield "attention", name, what, lambda name=name, facts=facts: _attention(random, name, facts)  # type: ignore[misc]
-    yield "rms_norm", chosen("rms_norm"), "37 x 256", lambda: _rms_norm(random)
-    yield "layer_norm", chosen("layer_norm"), "37 x 256", lambda: _layer_norm(random)
-    yield "rope", chosen("rope"), "2 x (4 + 2) x 33 x 64", lambda: _rope(random)
-    yield "gated_mlp", chosen("gated_mlp"), "NF4, rank 8", lambda: _gated_mlp(random)
-    yield "lora_linear", chosen("lora_linear"), "NF4, rank 8", lambda: _lora_linear(random)
-    yield "linear_cross_entropy", chosen("linear_cross_entropy"), "61 tokens, 1000 words", lambda: _loss(random)
-    yield "nf4", "frugal", "bitsandbytes' bits", lambda: _nf4(random, dtype)
-    adam = choose("adam8bit", device, torch.float32).name
-    yield "adam8bit", adam, "2 steps, float32", lambda: adam_error(random)
-
-
-def _attention_forms(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Each implementation that can run here, not only the preferred one, with each mask that it can do."""
+def attention_checks(subject: Subject) -> Iterator[Measurement]:
+    """Check each implementation that can run here, not only the preferred one, with each mask that it can do."""
     for what, facts in _ATTENTION.items():
         for row in ROWS["attention"]:
             if row.name == "reference":
                 continue
             try:
-                choose("attention", device, dtype, named=row.name, head_size=64, **facts)
+                choose("attention", subject.device, subject.dtype, named=row.name, head_size=64, **facts)
             except UnsupportedError:
                 continue
-            yield row.name, what, facts
+            yield Measurement("attention", row.name, what, partial(_attention, subject.random, row.name, facts))
+
+
+def rms_norm_checks(subject: Subject) -> Iterator[Measurement]:
+    """Check the norm, its input's and its weight's gradient."""
+    yield _chosen(subject, "rms_norm", "37 x 256", _rms_norm)
+
+
+def rope_checks(subject: Subject) -> Iterator[Measurement]:
+    """Check rotary positions of queries and keys together."""
+    yield _chosen(subject, "rope", "2 x (4 + 2) x 33 x 64", _rope)
+
+
+def gated_mlp_checks(subject: Subject) -> Iterator[Measurement]:
+    """Check an MLP over 4-bit weights with an adapter."""
+    yield _chosen(subject, "gated_mlp", "NF4, rank 8", _gated_mlp)
+
+
+def lora_linear_checks(subject: Subject) -> Iterator[Measurement]:
+    """Check a linear layer over 4-bit weights with an adapter."""
+    yield _chosen(subject, "lora_linear", "NF4, rank 8", _lora_linear)
+
+
+def loss_checks(subject: Subject) -> Iterator[Measurement]:
+    """Check the cross-entropy that holds no logits."""
+    yield _chosen(subject, "linear_cross_entropy", "61 tokens, 1000 words", _loss)
+
+
+def nf4_checks(subject: Subject) -> Iterator[Measurement]:
+    """Compare 4-bit storage with bitsandbytes, bit for bit."""
+    yield Measurement("nf4", "frugal", "bitsandbytes' bits", partial(_nf4, subject.random, subject.dtype))
+
+
+def adam8bit_checks(subject: Subject) -> Iterator[Measurement]:
+    """Check two updates of the 8-bit optimizer, whose parameters are float32 whatever the compute dtype is."""
+    name = choose("adam8bit", subject.device, torch.float32).name
+    yield Measurement("adam8bit", name, "2 steps, float32", partial(adam_error, subject.random))
+
+
+def _chosen(subject: Subject, op: str, what: str, error: Callable[[Random], float]) -> Measurement:
+    return Measurement(op, choose(op, subject.device, subject.dtype).name, what, partial(error, subject.random))
 
 
 def _attention(random: Random, name: str, facts: dict[str, Any]) -> float:
@@ -108,12 +113,6 @@ def _rms_norm(random: Random) -> float:
     x, w, grad = random(37, 256), random(256), random(37, 256)
     got = with_gradients(lambda x, w: rms_norm(x, w, 1e-5), (x, w), grad)
     return _against(got, lambda x, w: rms_norm_reference(x, w, 1e-5), (x, w), grad)
-
-
-def _layer_norm(random: Random) -> float:
-    x, w, b, grad = random(37, 256), random(256), random(256), random(37, 256)
-    got = with_gradients(lambda x, w, b: layer_norm(x, w, b, 1e-5), (x, w, b), grad)
-    return _against(got, lambda x, w, b: layer_norm_reference(x, w, b, 1e-5), (x, w, b), grad)
 
 
 def _rope(random: Random) -> float:

@@ -1,4 +1,4 @@
-"""Merge a run's adapter into its base: 16-bit weights, streamed tensor by tensor from safetensors to safetensors."""
+"""Format `merged`: the adapter in its base, 16-bit weights, streamed tensor by tensor from file to file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 import torch
 
-from frugal.checkpoints.run_folder import RunFolder, check_depth, open_run, other_base
+from frugal.assets import weights_note
 from frugal.checkpoints.side_files import copy_tokenizer, highest_token_id
-from frugal.errors import CheckpointError, ConfigError, UnsupportedError
+from frugal.errors import ConfigError, UnsupportedError
+from frugal.exports.base import Export, check_space, new_folder
 from frugal.exports.card import merged_card, without_folders
 from frugal.exports.merge_io import OutTensor, plan_shards, write_shards
 from frugal.exports.merge_math import Maker, WeightPlan
 from frugal.exports.merge_plan import MergePlan, plan_merge
-from frugal.files import fsync_folder, read_json, write_json, write_text
-from frugal.models.resolve import ResolvedModel
+from frugal.files import read_json, write_json, write_text
 from frugal.units import disk_size, seconds
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -55,7 +55,7 @@ class MergeReport:
         out = [
             f"merged {self.adapted} of {self.tensors} tensors into {self.out}: {self.dtype}, {self.shards} file(s), "
             f"{disk_size(self.n_bytes)}, {seconds(self.seconds)}",
-            f"base weights: {self.weights} ({self.base}); {self.tied}",
+            f"base weights: {self.weights} ({self.base}{weights_note(self.base)}); {self.tied}",
         ]
         update = self.difference["update_over_weights"]
         error = self.difference["quantization_error_over_weights"]
@@ -74,69 +74,60 @@ class MergeReport:
         return out + [f"warning: {warning}" for warning in self.warnings]
 
 
-def merge(
-    run: str | Path,
-    out: str | Path,
-    *,
-    weights: Weights | None = None,
-    dtype: str | None = None,
-    max_shard_bytes: int = 512 << 20,
-    base: str | Path | None = None,
-    allow_other_base: bool = False,
-    trust_remote_code: bool = False,
-) -> MergeReport:
-    """Write the merged model of ``run`` into the new folder ``out``; stock transformers loads it.
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """What can be asked of a merge."""
 
-    Args:
-        run: a run folder, a checkpoint of it, or an adapter folder.
-        weights: "dequantized" adds the update to what the run computed with (NF4 and back; equals base + adapter to
-            rounding), "original" to the checkpoint's own weights (without the quantisation error, which the adapter
-            never saw absent). Default: dequantized when the run was quantised.
-        dtype: "bfloat16", "float16" or "float32"; default: that of the base's checkpoint.
-        max_shard_bytes: largest file of weights; a larger tensor has a file of its own.
-        base: the base model; wins over what the run stored.
-        allow_other_base: merge although the base's fingerprint is not that of the run's base.
+    weights: Weights | None = None
+    """"dequantized" adds the update to what the run computed with (NF4 and back; equals base + adapter to rounding),
+    "original" to the checkpoint's own weights (without the quantisation error, which the adapter never saw absent).
+    None: dequantized when the run was quantised."""
+    dtype: str | None = None
+    """"bfloat16", "float16" or "float32"; None: that of the base's checkpoint."""
+    max_shard_bytes: int = 512 << 20
+    """Largest file of weights; a larger tensor has a file of its own."""
+
+    def __post_init__(self) -> None:
+        if self.weights not in (None, "dequantized", "original"):
+            raise ConfigError(f"weights: got {self.weights!r}; allowed are dequantized and original.")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigError(f"dtype: got {self.dtype!r}; allowed are {', '.join(DTYPES)}.")
+
+
+def write_merged(export: Export, options: MergeOptions) -> MergeReport:
+    """Write the base with the adapter merged in, for stock transformers.
 
     Raises:
-        CheckpointError: the adapter does not fit, ``out`` is not empty, no space; ConfigError: an unknown choice.
+        CheckpointError: the adapter does not fit, or no space.
+        UnsupportedError: the 4-bit form of this base cannot be written back.
     """
     start = time.perf_counter()
-    if weights not in (None, "dequantized", "original"):
-        raise ConfigError(f"weights: got {weights!r}; allowed are dequantized and original.")
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype: got {dtype!r}; allowed are {', '.join(DTYPES)}.")
-    folder, opened = _new_folder(Path(out).expanduser()), open_run(run)
-    source = opened.base_source(base, trust_remote_code=trust_remote_code)
-    check_depth(opened, source)
-    warnings = _check_base(opened, source, allow_other_base)
-    chosen: Weights = weights or ("dequantized" if opened.quantized else "original")
-    if chosen == "dequantized" and not opened.quantized:
+    run, source, warnings = export.run, export.base, export.warnings
+    chosen: Weights = options.weights or ("dequantized" if run.quantized else "original")
+    if chosen == "dequantized" and not run.quantized:
         chosen = "original"
         warnings.append("the run was not quantised: dequantized and original weights are the same")
-    plan = plan_merge(source.path, opened.adapter, quantized=opened.quantized, trust_remote_code=trust_remote_code)
+    trusted = export.trust_remote_code
+    plan = plan_merge(source.path, run.adapter, quantized=run.quantized, trust_remote_code=trusted)
     if plan.unreached and chosen == "dequantized":
         raise UnsupportedError(
             f"Loading this base joins or splits tensors of its files ({plan.unreached}), so their 4-bit form cannot be "
             "written back one by one. Merge into the original weights with --base-weights original."
         )
-    target = DTYPES[dtype] if dtype else None
-    maker = Maker(chosen == "dequantized", opened.double_quant, measure=opened.quantized)
+    target = DTYPES[options.dtype] if options.dtype else None
+    maker = Maker(chosen == "dequantized", run.double_quant, measure=run.quantized)
     tensors = [_out_tensor(name, weight, target, maker) for name, weight in plan.weights.items()]
-    shards = plan_shards(tensors, max_shard_bytes)
+    shards = plan_shards(tensors, options.max_shard_bytes)
     written_dtype = _main_dtype(tensors)
-    _check_space(folder.parent, sum(tensor.n_bytes for tensor in tensors))
-    tokens = opened.tokenizer_folder or source.path
-    surplus = list(range(highest_token_id(tokens) + 1, plan.vocab_rows))
+    check_space(export.out, sum(tensor.n_bytes for tensor in tensors))
+    surplus = list(range(highest_token_id(run.tokenizer_folder or source.path) + 1, plan.vocab_rows))
     if len(surplus) > MOST_SUPPRESSED:
         warnings.append(f"{len(surplus)} rows of the token table have no token; too many to suppress one by one")
-    beside = folder.with_name(f".{folder.name}.merging")
-    shutil.rmtree(beside, ignore_errors=True)  # left by a merge that was killed
-    beside.mkdir(parents=True)
-    try:
-        n_bytes = write_shards(beside, shards)
-        _write_side_files(beside, opened, source, plan, written_dtype, surplus, trust_remote_code)
+    with new_folder(export.out) as folder:
+        n_bytes = write_shards(folder, shards)
+        _write_side_files(folder, export, plan, written_dtype, surplus)
         report = MergeReport(
-            out=str(folder),
+            out=str(export.out),
             base=source.name,
             weights=chosen,
             dtype=written_dtype,
@@ -150,36 +141,11 @@ def merge(
             seconds=round(time.perf_counter() - start, 3),
             warnings=warnings,
         )
-        public = {"out": folder.name, "warnings": [without_folders(line, opened, source) for line in warnings]}
-        public["base"] = without_folders(source.name, opened, source)
-        write_json(beside / "merge_report.json", {**asdict(report), **public})
-        write_text(beside / "README.md", merged_card(opened, source, report.lines()))
-        fsync_folder(beside)
-        if folder.exists():
-            folder.rmdir()
-        beside.rename(folder)
-        fsync_folder(folder.parent)
-    except OSError as error:
-        raise CheckpointError(f"Cannot write {folder}: {error}. Free space or choose another folder.") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        public = {"out": export.out.name, "warnings": [without_folders(line, run, source) for line in warnings]}
+        public["base"] = without_folders(source.name, run, source)
+        write_json(folder / "merge_report.json", {**asdict(report), **public})
+        write_text(folder / "README.md", merged_card(run, source, report.lines()))
     return report
-
-
-def _new_folder(out: Path) -> Path:
-    out = out.absolute()
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty. Choose a new folder for the merged model, or remove it.")
-    return out
-
-
-def _check_base(run: RunFolder, source: ResolvedModel, allow_other_base: bool) -> list[str]:
-    sentence = other_base(run, source)
-    if sentence is None:
-        return []
-    if not allow_other_base:
-        raise CheckpointError(f"{sentence} Merge into it all the same with --allow-other-base.")
-    return [sentence]
 
 
 def _out_tensor(name: str, plan: WeightPlan, target: torch.dtype | None, maker: Maker) -> OutTensor:
@@ -198,26 +164,8 @@ def _main_dtype(tensors: list[OutTensor]) -> str:
     return str(max(by_dtype, key=lambda dtype: by_dtype[dtype])).removeprefix("torch.")
 
 
-def _check_space(folder: Path, n_bytes: int) -> None:
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < n_bytes * 1.02 + (32 << 20):
-        raise CheckpointError(
-            f"{folder} has {disk_size(free)} free, the merged model needs {disk_size(n_bytes)}. "
-            "Free space or choose another folder."
-        )
-
-
-def _write_side_files(
-    folder: Path,
-    run: RunFolder,
-    source: ResolvedModel,
-    plan: MergePlan,
-    dtype: str,
-    surplus: list[int],
-    trust_remote_code: bool,
-) -> None:
+def _write_side_files(folder: Path, export: Export, plan: MergePlan, dtype: str, surplus: list[int]) -> None:
+    run, source = export.run, export.base
     config: dict[str, Any] = read_json(source.path / "config.json")
     _update_config(config, plan, dtype)
     write_json(folder / "config.json", config)
@@ -233,7 +181,7 @@ def _write_side_files(
         copy_tokenizer(run.tokenizer_folder, folder)
     else:
         copy_tokenizer(source.path, folder)
-    if trust_remote_code:
+    if export.trust_remote_code:
         for code in source.path.glob("*.py"):
             shutil.copyfile(code, folder / code.name)
 
