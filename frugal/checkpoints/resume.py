@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from frugal.checkpoints.read import find_latest, why_incomplete
 from frugal.checkpoints.rotation import list_checkpoints
-from frugal.checkpoints.write import find_latest, why_incomplete
 from frugal.data import TokenDataset
 from frugal.errors import CheckpointError
 from frugal.files import read_json
@@ -53,6 +53,17 @@ def data_fingerprint(rows: TokenDataset) -> str:
     return digest.hexdigest()
 
 
+def run_identity(config: dict[str, Any], plan: dict[str, Any], data_fingerprint: str) -> dict[str, Any]:
+    """What a checkpoint keeps of its run (the resolved configuration, the plan's steps, the rows), and `check_config`
+    and `check_plan` compare."""
+    return {
+        "config": config,
+        "config_sha256": config_hash(config),
+        "plan": plan,
+        "data_fingerprint": data_fingerprint,
+    }
+
+
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as dotted keys; lists stay values."""
     flat: dict[str, Any] = {}
@@ -81,7 +92,8 @@ def starting_point(
 
     ``resume`` None or False starts fresh, and refuses a folder that already holds a run. True (or "auto", "latest")
     takes the newest complete checkpoint of the folder, and starts fresh with a message when it holds none, so that one
-    command serves a machine that is restarted at any time. A path names one checkpoint.
+    command serves a machine that is restarted at any time. A path names one checkpoint. What is chosen was compared
+    with its hashes.
     """
     run_dir = Path(run_dir)
     if run_dir.exists() and not run_dir.is_dir():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from frugal.checkpoints.space import STATE_BYTES, kept_at_once
+from frugal.checkpoints.rotation import STATE_BYTES, kept_at_once
 from frugal.planning.host import Sizes, disk_bytes, host_bytes, host_phases, merge_bytes
 from frugal.planning.network import UTILISATION, Network, gpu_flops, sent_bytes, step_flops
 from frugal.planning.skeleton import layer_count

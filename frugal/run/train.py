@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from frugal.checkpoints.lock import hold
-from frugal.checkpoints.resume import check_plan, data_fingerprint, starting_point
-from frugal.checkpoints.write import load_checkpoint
-from frugal.checkpoints.writer import CheckpointWriter, put_adapter, restore, side_files
+from frugal.checkpoints.lock import run_lock
+from frugal.checkpoints.read import load_checkpoint, put_adapter, restore
+from frugal.checkpoints.resume import check_plan, data_fingerprint, run_identity, starting_point
+from frugal.checkpoints.write import CheckpointWriter, side_files
 from frugal.config import Config, load_config
 from frugal.console import say
 from frugal.device import resolve_dtype
@@ -107,8 +107,8 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
     start = ranks.on_first(lambda: starting_point(run_dir, plain, resume, tell))
     with ExitStack() as cleanup:
         cleanup.callback(accelerator.free_memory)  # it keeps a list of models
-        lock = cleanup.enter_context(hold(run_dir, tell))
-        checkpoint = None if start is None else load_checkpoint(start)
+        cleanup.enter_context(run_lock(run_dir, tell))
+        checkpoint = None if start is None else load_checkpoint(start, hashes=False)  # compared when it was chosen
 
         base = open_base(config)
         tokenizer = open_tokenizer(config, base)
@@ -153,7 +153,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         seed_step_noise(settings.seed, ranks.rank())
         state = LoopState()
         if checkpoint is not None:
-            state = restore(checkpoint, strategy, model, optimizer, device.torch_device, seed=settings.seed, say=tell)
+            state = restore(checkpoint, strategy, model, optimizer, seed=settings.seed, say=tell)
         record.before(wrapped, model, tokenizer, state.step, untrained)
         ranks.meet()  # rank 0 answered prompts and read the base for its fingerprint
 
@@ -161,9 +161,15 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         handle = apply_activation_checkpointing(model, foreseen.policy, scratch_dir=scratch_dir)
         record.implementations(loaded, module.head)
         writer = CheckpointWriter(
-            run_dir, strategy, model, optimizer, plan, plain, rows_hash, config.output, device.torch_device, lock, tell,
-            side_files(tokenizer, base=base.path, config=config), record.base_fingerprint,
-        )  # fmt: skip
+            run_dir=run_dir,
+            strategy=strategy,
+            model=model,
+            optimizer=optimizer,
+            output=config.output,
+            identity=run_identity(plain, plan.as_dict(), rows_hash),
+            side_files=side_files(tokenizer, base=base.path, config=config),
+            base_fingerprint=record.base_fingerprint,
+        )
         memory = MemorySettings(
             module, settings.per_device_train_batch_size, settings.per_device_eval_batch_size, handle, scratch_dir
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from frugal.checkpoints import writer
+from frugal.checkpoints import write
 from frugal.distributed import group as ranks
 from frugal.errors import ConfigError, FrugalError
 from frugal.run.train import train
@@ -135,12 +135,12 @@ def case_lost_save(rank: Rank) -> dict[str, Any]:
     """Rank 0 is killed in the middle of writing its second checkpoint of a whole run."""
     config = json.loads(os.environ["RUN_CONFIG"])
     if rank.rank == 0:
-        complete = writer.save_adapter
+        complete = write.save_adapter
 
         def then_die(*args: Any, **kwargs: Any) -> None:
             complete(*args, **kwargs)
             if (Path(config["output"]["dir"]) / "checkpoint-2").exists():
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        writer.save_adapter = then_die
+        write.save_adapter = then_die
     return _message(lambda: train(config))
