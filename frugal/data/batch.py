@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from frugal.data.types import TokenRow
+from frugal.data.rows import TokenRow
 
 IGNORE = -100
 

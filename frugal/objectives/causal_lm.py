@@ -29,7 +29,7 @@ class CausalLM(Objective):
         return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
 
     def targets(self, data: TokenDataset, rows: Sequence[int]) -> int:
-        return int(data.supervised[list(rows)].sum())
+        return int(data.num_targets[list(rows)].sum())
 
     def loss(self, head: HeadSpec, batch: Batch, *, training: bool, chunk_tokens: int | None) -> tuple[Tensor, Tensor]:
         inputs = {key: value for key, value in batch.items() if key != "labels"}

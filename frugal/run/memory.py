@@ -90,7 +90,7 @@ def forecast(config: Config, planner: Planner) -> Forecast:
 
 
 def _shape(data: TokenDataset, rows: list[int]) -> Shape:
-    return Shape(len(rows), math.ceil(int(data.lengths[rows].sum()) / len(rows)), int(data.supervised[rows].sum()))
+    return Shape(len(rows), math.ceil(int(data.lengths[rows].sum()) / len(rows)), int(data.num_targets[rows].sum()))
 
 
 def _shared(policy: Policy) -> Policy:

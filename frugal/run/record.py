@@ -60,14 +60,14 @@ class RunRecord:
     def __enter__(self) -> RunRecord:
         if not self.first:
             return self
-        for line in self.data.account.lines():
+        for line in self.data.report.lines():
             self.say(line)
         self.say(self.data.template_report.line)
         for warning in self.data.template_report.warnings:
             self.say(f"warning: {warning}")
         self.manifest.add("config", self.config.model_dump(mode="json"))
         self.manifest.add("plan", self.plan.as_dict())
-        self.manifest.add("data", {**self.data.account.to_json(), "template": self.data.template_report.to_json()})
+        self.manifest.add("data", {**self.data.report.to_json(), "template": self.data.template_report.to_json()})
         self.base_fingerprint = base_fingerprint(self.source.path)
         self.manifest.add(
             "base",
@@ -214,7 +214,7 @@ class RunRecord:
         return adapter_card(
             self.config,
             base_folder=self.source.path,
-            account=self.data.account.figures.get("train", {}),
+            account=self.data.report.figures.get("train", {}),
             result=_numbers(result),
             samples=self.samples,
             versions=versions(),

@@ -12,9 +12,9 @@ from frugal.web.pages import render
 
 def write_preview_html(preview: PreviewData, path: Path) -> None:
     """Write the page: UTF-8, no script, nothing loaded from elsewhere."""
-    account, lengths = preview.account, histogram(preview.lengths)
+    report, lengths = preview.report, histogram(preview.lengths)
     most = max((rows for _, _, rows in lengths), default=1) or 1
-    figures = list(dict.fromkeys(name for counts in account.figures.values() for name in counts))
+    figures = list(dict.fromkeys(name for counts in report.figures.values() for name in counts))
     page = render(
         "preview.html",
         preview=preview,
@@ -23,11 +23,11 @@ def write_preview_html(preview: PreviewData, path: Path) -> None:
         sources=[
             [one.part, one.path, one.format, one.rows_read, one.rows_good, one.rows_held_out, f"{one.weight:g}",
              one.rows_taken]
-            for one in account.sources
+            for one in report.sources
         ],
-        drops=[[one.part, one.reason, one.first, one.rows, one.tokens] for one in account.drops],
+        drops=[[one.part, one.reason, one.first, one.rows, one.tokens] for one in report.drops],
         heads=["part", *(name.replace("_", " ") for name in figures)],
-        figures=[[part, *(counts.get(name, "") for name in figures)] for part, counts in account.figures.items()],
+        figures=[[part, *(counts.get(name, "") for name in figures)] for part, counts in report.figures.items()],
     )  # fmt: skip
     write_text(path, page)
 

@@ -136,13 +136,13 @@ _MEASURED = {
     "evaluation": ("evaluation", "eval_bytes"),
     "save": ("checkpoint", "save_bytes"),
 }
-"""Phase of the forecast -> what it is called here, and its key in the manifest's ``probe``."""
+"""Phase of the forecast -> what it is called here, and its key in the manifest's ``warm-up step``."""
 
 
 def _memory(manifest: Mapping[str, Any]) -> Rows:
     """Bars: measured beside forecast for the phases of the warm-up step, then peaks of the whole run."""
     phases = _mapping(_mapping(_mapping(manifest.get("forecast")).get("device")).get("phases"))
-    measured = _numbers(manifest.get("probe"))
+    measured = _numbers(manifest.get("warm-up step") or manifest.get("probe"))  # probe: until 0.1.0
     kind = "allocator" if _mapping(manifest.get("device")).get("kind") == "cuda" else "process with its libraries"
     found: list[tuple[str, list[tuple[float, str, str]]]] = []
     for phase, (label, key) in _MEASURED.items():

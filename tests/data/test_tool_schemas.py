@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from frugal.config import SourceSection
-from frugal.data.examples import load_examples
+from frugal.data.sources.mixing import load_examples
 
 TOOLS = {"f": {"a": {"type": "integer"}}, "g": {"b": {"type": "string"}}}
 CALLS: list[tuple[str, dict[str, Any]]] = [("f", {"a": 1}), ("g", {"b": "x"}), ("f", {"a": None}), ("f", {})]

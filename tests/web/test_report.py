@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> Path:
     manifest.choose("attention", "sdpa", rejected={"flash_attn": "<not here>"})
     manifest.peak("step", 905_000_000)
     manifest.add("forecast", {"device": {"phases": {"steady_step": {"bytes": 2 << 30}, "save": {"bytes": 1 << 20}}}})
-    manifest.add("probe", {"step_bytes": 2_190_433_321, "eval_bytes": 0, "save_bytes": 1 << 20, "rows": 2})
+    manifest.add("warm-up step", {"step_bytes": 2_190_433_321, "eval_bytes": 0, "save_bytes": 1 << 20, "rows": 2})
     manifest.add("seconds", {"load": 12.5, "training": 372.0})
     manifest.started()
     manifest.finished()

@@ -61,6 +61,6 @@ def measured(rank: Rank, running: Running, values: dict[str, Any]) -> dict[str, 
             "peak": meter.peak_bytes,
             "start": meter.report().start_bytes,
             "tokens": int(job.rows.lengths[longest].sum()),
-            "targets": int(job.rows.supervised[longest].sum()),
+            "targets": int(job.rows.num_targets[longest].sum()),
         }
     return out

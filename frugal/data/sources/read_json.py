@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
-from frugal.data.faults import BadRow, RawRow, RowFault, kind_of
-from frugal.data.strict_json import RIGHT_FORM, JsonSyntaxFault, decode_at, end_of_value, loads, skip_space
+from frugal.data.rows import BadRow, RawRow, RowError, kind_of
+from frugal.data.sources.strict_json import RIGHT_FORM, JsonSyntaxError, decode_at, end_of_value, loads, skip_space
 from frugal.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
@@ -65,12 +65,12 @@ def _is_whole(line: bytes) -> bool:
     """Whether a line is one JSON value by itself."""
     try:
         loads(line.decode("utf-8"))
-    except JsonSyntaxFault as fault:
+    except JsonSyntaxError as fault:
         # `{"a": 1},` is a row with a comma too much, not the beginning of a longer value.
         return "after the object" in fault.hint
     except UnicodeDecodeError:
         return False
-    except RowFault:
+    except RowError:
         return True
     return True
 
@@ -85,14 +85,14 @@ def _lines(lines: Iterable[tuple[int, bytes]], file: str) -> Iterator[RawRow | B
             continue
         try:
             yield _row(loads(decode(line.rstrip(b"\r\n"))), file, number)
-        except RowFault as fault:
+        except RowError as fault:
             yield BadRow(fault, file, number)
 
 
 def _row(value: Any, file: str, line: int) -> RawRow | BadRow:
     if isinstance(value, dict):
         return RawRow(value, file, line)
-    fault = RowFault(f"the row is {kind_of(value)}, not an object", f"a row is written like this: {RIGHT_FORM}")
+    fault = RowError(f"the row is {kind_of(value)}, not an object", f"a row is written like this: {RIGHT_FORM}")
     return BadRow(fault, file, line)
 
 
@@ -102,7 +102,7 @@ def decode(line: bytes) -> str:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
         place = f"byte 0x{line[error.start]:02x}, byte {error.start + 1} of the line"
-        raise RowFault("not UTF-8 text", place) from None
+        raise RowError("not UTF-8 text", place) from None
 
 
 def _whole(head: list[tuple[int, bytes]], lines: Iterable[tuple[int, bytes]], file: str) -> Iterator[RawRow | BadRow]:
@@ -114,7 +114,7 @@ def _whole(head: list[tuple[int, bytes]], lines: Iterable[tuple[int, bytes]], fi
     except UnicodeDecodeError as error:
         line = first_line + data.count(b"\n", 0, error.start)
         place = error.start - data.rfind(b"\n", 0, error.start)
-        fault = RowFault("not UTF-8 text", f"byte 0x{data[error.start]:02x}, byte {place} of the line")
+        fault = RowError("not UTF-8 text", f"byte 0x{data[error.start]:02x}, byte {place} of the line")
         yield BadRow(fault, file, line, fatal=True)
         return
     start = skip_space(text, 0)
@@ -124,8 +124,8 @@ def _whole(head: list[tuple[int, bytes]], lines: Iterable[tuple[int, bytes]], fi
     try:
         value, end = decode_at(text, start)
         if skip_space(text, end) != len(text):
-            raise JsonSyntaxFault(text, skip_space(text, end), "Extra data")
-    except RowFault as fault:
+            raise JsonSyntaxError(text, skip_space(text, end), "Extra data")
+    except RowError as fault:
         yield _fatal(fault, text, start, file, first_line)
         return
     if isinstance(value, dict) and list(value) == ["data"] and isinstance(value["data"], list):
@@ -147,19 +147,19 @@ def _array(text: str, start: int, file: str, line: int, closing: str = "") -> It
         counted = position
         if text[position : position + 1] == "]":
             if comma:
-                yield _fatal(JsonSyntaxFault(text, position, "trailing comma"), text, counted, file, line)
+                yield _fatal(JsonSyntaxError(text, position, "trailing comma"), text, counted, file, line)
                 return
             break
         try:
             value, position = decode_at(text, position)
-        except JsonSyntaxFault as fault:
+        except JsonSyntaxError as fault:
             yield _fatal(fault, text, counted, file, line)
             return
-        except RowFault as fault:
+        except RowError as fault:
             yield BadRow(fault, file, line)
             try:
                 position = end_of_value(text, position)
-            except JsonSyntaxFault as worse:
+            except JsonSyntaxError as worse:
                 yield _fatal(worse, text, counted, file, line)
                 return
         else:
@@ -171,19 +171,19 @@ def _array(text: str, start: int, file: str, line: int, closing: str = "") -> It
             position = skip_space(text, position + 1)
         elif text[position : position + 1] != "]":
             message = "Expecting ',' between two rows or ']' after the last"
-            yield _fatal(JsonSyntaxFault(text, position, message), text, counted, file, line)
+            yield _fatal(JsonSyntaxError(text, position, message), text, counted, file, line)
             return
     end = skip_space(text, position + 1)
     if closing and text[end : end + 1] == closing:
         end = skip_space(text, end + 1)
     if end != len(text):
-        yield _fatal(JsonSyntaxFault(text, end, "Extra data"), text, counted, file, line)
+        yield _fatal(JsonSyntaxError(text, end, "Extra data"), text, counted, file, line)
     elif rows == 0:
         raise DataError(f"{file}: the array is empty. A row is written like this: [{RIGHT_FORM}]")
 
 
-def _fatal(fault: RowFault, text: str, known: int, file: str, line: int) -> BadRow:
+def _fatal(fault: RowError, text: str, known: int, file: str, line: int) -> BadRow:
     """A fault that ends the file, at the line of its own position; ``known`` is a character on ``line``."""
-    if isinstance(fault, JsonSyntaxFault):
+    if isinstance(fault, JsonSyntaxError):
         line += text.count("\n", known, fault.position) - text.count("\n", fault.position, known)
     return BadRow(fault, file, line, fatal=True)

@@ -1,5 +1,5 @@
 """From the `data` section and a tokenizer to rows for training: read, render, mask, tokenise, fit, pack, cache,
-account."""
+report."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ import numpy as np
 
 from frugal.config import DataSection
 from frugal.data import cache
-from frugal.data.account import Account
-from frugal.data.dataset import TokenDataset
-from frugal.data.examples import load_train_eval
-from frugal.data.measure import SetCount, enter_account, to_dataset, where
-from frugal.data.preflight import TemplateReport, template_report, untrained_warning
-from frugal.data.prepare import PreparedRow, RowPreparer
-from frugal.data.prompt import chat_renderer
-from frugal.data.split import keep_apart
-from frugal.data.templates import portable
-from frugal.data.tokenize import TextEncoder
-from frugal.data.types import Example
-from frugal.data.worker import prepare_all
+from frugal.data.answer_ends import TemplateReport, template_report, untrained_warning
+from frugal.data.chat.templates import portable
+from frugal.data.dataset import DatasetCounts, TokenDataset, build_dataset, report_counts, where
+from frugal.data.encode import EncodedRow, RowEncoder, chat_renderer
+from frugal.data.report import DataReport
+from frugal.data.rows import Example
+from frugal.data.sources.mixing import keep_apart, load_train_eval
+from frugal.data.tokenizer import TextEncoder
 from frugal.errors import DataError, UnsupportedError
 
 Say = Callable[[str], None]
+_CHUNK = 256
+"""Examples tokenised together."""
 
 
 @dataclass(slots=True)
@@ -37,7 +35,7 @@ class PreparedData:
     train: TokenDataset
     eval: TokenDataset | None
     """Held-out rows; None when there are none."""
-    account: Account
+    report: DataReport
     template_report: TemplateReport
     train_sources: list[str] = field(default_factory=list)
     """`file:line` of each training example; `TokenRow.origin` counts in this list."""
@@ -75,18 +73,18 @@ def build(
         vocab_size: rows of the embedding table; an id at or above it is refused.
         cache_dir: where tokenised data are kept; None: the user's cache folder. Unused when `data.cache` is false.
         zero_rows: ids whose embedding row is all zero, for the warning about tokens that were never trained.
-        say: takes one-line messages for the user (the same lines are notes of the account).
+        say: takes one-line messages for the user (the same lines are notes of the report).
 
     Raises:
         DataError: data that cannot be read or rendered, ids outside the table, or no row left to train on.
         ConfigError: no chat template, or one that does not fit.
         UnsupportedError: preference rows, or a tokenizer without offsets.
     """
-    train, held_out, account = load_train_eval(data, seed=seed)
+    train, held_out, report = load_train_eval(data, seed=seed)
     return build_from(
         train,
         held_out,
-        account,
+        report,
         data,
         tokenizer,
         vocab_size=vocab_size,
@@ -99,7 +97,7 @@ def build(
 def build_from(
     train: list[Example],
     held_out: list[Example],
-    account: Account,
+    report: DataReport,
     data: DataSection,
     tokenizer: Any,
     *,
@@ -109,55 +107,55 @@ def build_from(
     say: Say | None = None,
 ) -> PreparedData:
     """`build` for examples that were read already; arguments and errors are the same."""
-    train = keep_apart(train, held_out, account)
+    train = keep_apart(train, held_out, report)
     refuse_preference([*train, *held_out])
-    preparer = make_preparer(data, tokenizer, [*train, *held_out], account)
+    row_encoder = make_encoder(data, tokenizer, [*train, *held_out], report)
     hits = 0
-    sets: list[tuple[TokenDataset, SetCount]] = []
+    sets: list[tuple[TokenDataset, DatasetCounts]] = []
     parts: tuple[tuple[Literal["train", "eval"], list[Example]], ...] = (("train", train), ("eval", held_out))
     for part, examples in parts:
         if part == "eval" and not examples:
             continue
-        dataset, count, hit = _prepared(examples, preparer, data, cache_dir, account, say)
+        dataset, count, hit = _prepared(examples, row_encoder, data, cache_dir, report, say)
         hits += hit
-        check_ids(dataset, examples, vocab_size, preparer.encoder)
-        enter_account(count, dataset, examples, account, data, part)
+        check_ids(dataset, examples, vocab_size, row_encoder.encoder)
+        report_counts(count, dataset, examples, report, data, part)
         sets.append((dataset, count))
-    report = template_report(
+    ends = template_report(
         sets[0][1].ends,
-        preparer.encoder,
-        preparer.renderer,
+        row_encoder.encoder,
+        row_encoder.renderer,
         zero_rows=zero_rows,
         first_with=first_rows_with(sets[0][0], [where(example) for example in train], zero_rows),
     )
     return PreparedData(
         train=sets[0][0],
         eval=sets[1][0] if len(sets) > 1 else None,
-        account=account,
-        template_report=report,
+        report=report,
+        template_report=ends,
         train_sources=[where(example) for example in train],
         eval_sources=[where(example) for example in held_out],
-        chat_template=portable(preparer.renderer.template.source) if preparer.renderer is not None else None,
+        chat_template=portable(row_encoder.renderer.template.source) if row_encoder.renderer is not None else None,
         cache_hits=hits,
     )
 
 
-def make_preparer(
-    data: DataSection, tokenizer: Any, examples: Sequence[Example], account: Account, *, keep_text: bool = False
-) -> RowPreparer:
-    """The preparer for these examples; it has a chat template only when a row needs one."""
+def make_encoder(
+    data: DataSection, tokenizer: Any, examples: Sequence[Example], report: DataReport, *, keep_text: bool = False
+) -> RowEncoder:
+    """The row_encoder for these examples; it has a chat template only when a row needs one."""
     encoder = TextEncoder.from_tokenizer(tokenizer)
     renderer = None
     if any(example.kind in ("messages", "preference") for example in examples):
-        formats = {source.format for source in account.sources if source.format not in ("prompt_completion", "text")}
+        formats = {source.format for source in report.sources if source.format not in ("prompt_completion", "text")}
         renderer = chat_renderer(tokenizer, data.chat_template, all_alpaca=formats == {"alpaca"})
         if any(example.tools for example in examples) and not renderer.knows_tools:
-            account.note(
+            report.note(
                 f"the chat template ({renderer.name}) knows no tools: they are written into the system text, "
                 f"calls as JSON "
                 "in <tool_call></tool_call>"
             )
-    return RowPreparer(encoder, renderer, train_on=data.train_on, system_prompt=data.system_prompt, keep_text=keep_text)
+    return RowEncoder(encoder, renderer, train_on=data.train_on, system_prompt=data.system_prompt, keep_text=keep_text)
 
 
 def refuse_preference(examples: Sequence[Example]) -> None:
@@ -203,33 +201,33 @@ def first_rows_with(dataset: TokenDataset, sources: Sequence[str], ids: Collecti
 
 def _prepared(
     examples: list[Example],
-    preparer: RowPreparer,
+    row_encoder: RowEncoder,
     data: DataSection,
     cache_dir: Path | None,
-    account: Account,
+    report: DataReport,
     say: Say | None,
-) -> tuple[TokenDataset, SetCount, bool]:
+) -> tuple[TokenDataset, DatasetCounts, bool]:
     """(rows, counts, came from the cache)."""
 
     def tell(text: str) -> None:
-        account.note(text)
+        report.note(text)
         if say is not None:
             say(text)
 
     if not data.cache:
-        return *_tokenised(examples, preparer, data, tell), False
+        return *_tokenised(examples, row_encoder, data, tell), False
     folder = cache_dir if cache_dir is not None else cache.default_folder()
-    key = cache.cache_key(examples, preparer, data)
+    key = cache.cache_key(examples, row_encoder, data)
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(cache.locked(folder, key))
         except OSError as fault:
             tell(f"the cache folder {folder} cannot be used ({fault.strerror or fault}): data are tokenised every time")
-            return *_tokenised(examples, preparer, data, tell), False
+            return *_tokenised(examples, row_encoder, data, tell), False
         known = cache.load(folder, key)
         if known is not None:
             return *known, True
-        dataset, count = _tokenised(examples, preparer, data, tell)
+        dataset, count = _tokenised(examples, row_encoder, data, tell)
         try:
             cache.store(folder, key, dataset, count)
         except OSError as fault:
@@ -238,11 +236,13 @@ def _prepared(
 
 
 def _tokenised(
-    examples: list[Example], preparer: RowPreparer, data: DataSection, tell: Say
-) -> tuple[TokenDataset, SetCount]:
+    examples: list[Example], row_encoder: RowEncoder, data: DataSection, tell: Say
+) -> tuple[TokenDataset, DatasetCounts]:
     unique = list({id(example): example for example in examples}.values())  # a weight repeats the same object
-    rows: dict[int, PreparedRow] = {
-        id(example): row
-        for example, row in zip(unique, prepare_all(preparer, unique, data.num_proc, tell), strict=True)
-    }
-    return to_dataset([rows[id(example)] for example in examples], [example.kind for example in examples], data)
+    if data.num_proc > 1:
+        tell(f"data.num_proc: {data.num_proc} is not used: the tokenizer itself works on all cores")
+    rows: dict[int, EncodedRow] = {}
+    for at in range(0, len(unique), _CHUNK):
+        chunk = unique[at : at + _CHUNK]
+        rows.update(zip(map(id, chunk), row_encoder.encode(chunk), strict=True))
+    return build_dataset([rows[id(example)] for example in examples], [example.kind for example in examples], data)

@@ -1,4 +1,4 @@
-"""The account of a data set: rows and tokens in, dropped (why, how many, first line), out.
+"""The report of a data set: rows and tokens in, dropped (why, how many, first line), out.
 
 One object is filled by every step, from reading to packing, and shown at the end. Nothing is left out of training
 without a line here.
@@ -63,7 +63,7 @@ class Drop:
 
 
 @dataclass(slots=True)
-class Account:
+class DataReport:
     """What came in, what was left out and why, what goes to training."""
 
     sources: list[SourceCount] = field(default_factory=list)
@@ -117,8 +117,8 @@ class Account:
         }
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Account:
-        """The account that ``to_json`` wrote."""
+    def from_json(cls, value: dict[str, Any]) -> DataReport:
+        """The report that ``to_json`` wrote."""
         return cls(
             sources=[SourceCount(**source) for source in value["sources"]],
             drops=[Drop(**drop) for drop in value["drops"]],
@@ -127,7 +127,7 @@ class Account:
         )
 
     def lines(self) -> list[str]:
-        """The account in a few plain lines, for a run's screen and log file; the tables say more."""
+        """The report in a few plain lines, for a run's screen and log file; the tables say more."""
         lines: list[str] = []
         for part in dict.fromkeys([*(source.part for source in self.sources), *self.figures]):
             mine = [source for source in self.sources if source.part == part]

@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any, NoReturn
 
-from frugal.data.faults import RowFault, shorten
+from frugal.data.rows import RowError, shorten
 
 NOT_JSON = "not valid JSON"
 RIGHT_FORM = '{"prompt": "...", "completion": "..."}'
@@ -26,18 +26,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise RowFault("a key is given twice in one object", shorten(twice))
+        raise RowError("a key is given twice in one object", shorten(twice))
     return value
 
 
 def _constant(name: str) -> NoReturn:
-    raise RowFault("NaN and Infinity are not JSON", name)
+    raise RowError("NaN and Infinity are not JSON", name)
 
 
 def _float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise RowFault("a number is too large")
+        raise RowError("a number is too large")
     return value
 
 
@@ -55,17 +55,17 @@ def decode_at(text: str, start: int) -> tuple[Any, int]:
     """The JSON value that starts at ``start`` and the index behind it.
 
     Raises:
-        JsonSyntaxFault: it is not JSON; nothing behind this place can be trusted.
-        RowFault: it is JSON with something that may not be in a row.
+        JsonSyntaxError: it is not JSON; nothing behind this place can be trusted.
+        RowError: it is JSON with something that may not be in a row.
     """
     try:
         value, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
-        raise JsonSyntaxFault(text, error.pos, error.msg) from None
+        raise JsonSyntaxError(text, error.pos, error.msg) from None
     except RecursionError:
-        raise JsonSyntaxFault(text, start, "nested too deeply") from None
+        raise JsonSyntaxError(text, start, "nested too deeply") from None
     except ValueError:  # a whole number of more digits than Python converts
-        raise RowFault("a number has too many digits") from None
+        raise RowError("a number has too many digits") from None
     if _SURROGATE_ESCAPE.search(text, start, end):
         refuse_surrogates(value)
     return value, int(end)
@@ -75,26 +75,26 @@ def end_of_value(text: str, start: int) -> int:
     """Index behind the value at ``start``, which may hold what `decode_at` refuses.
 
     Raises:
-        JsonSyntaxFault: it is not JSON.
+        JsonSyntaxError: it is not JSON.
     """
     try:
         return int(_LENIENT.raw_decode(text, start)[1])
     except json.JSONDecodeError as error:
-        raise JsonSyntaxFault(text, error.pos, error.msg) from None
+        raise JsonSyntaxError(text, error.pos, error.msg) from None
     except RecursionError:
-        raise JsonSyntaxFault(text, start, "nested too deeply") from None
+        raise JsonSyntaxError(text, start, "nested too deeply") from None
 
 
 def loads(text: str) -> Any:
     """One JSON value that is the whole of ``text``.
 
     Raises:
-        RowFault: the text is not JSON (`JsonSyntaxFault`), or has something that may not be in a row.
+        RowError: the text is not JSON (`JsonSyntaxError`), or has something that may not be in a row.
     """
     value, end = decode_at(text, skip_space(text, 0))
     end = skip_space(text, end)
     if end != len(text):
-        raise JsonSyntaxFault(text, end, "Extra data")
+        raise JsonSyntaxError(text, end, "Extra data")
     return value
 
 
@@ -103,10 +103,10 @@ def refuse_surrogates(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise RowFault("a text holds a lone surrogate escape (half of a \\uD83D\\uDE00 pair)") from None
+        raise RowError("a text holds a lone surrogate escape (half of a \\uD83D\\uDE00 pair)") from None
 
 
-class JsonSyntaxFault(RowFault):
+class JsonSyntaxError(RowError):
     """Text that is not JSON, with what is wrong in words and the place in ``position`` (a character index)."""
 
     def __init__(self, text: str, position: int, message: str) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from frugal.data.sandbox import CompiledTemplate, TemplateLimit, TemplateRefused, cut_generation_marks
-from frugal.data.types import Message
+from frugal.data.chat.sandbox import CompiledTemplate, TemplateLimit, TemplateRefused, cut_generation_marks
+from frugal.data.rows import Message
 
 FIRST_MARK = 0x10F100  # private-use characters of plane 16: message i is marked with chr(FIRST_MARK + i)
 LAST_MARK = 0x10FFFD

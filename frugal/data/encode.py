@@ -17,19 +17,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-from frugal.data.literals import literal_spans
-from frugal.data.render import ChatRenderer
-from frugal.data.sandbox import TemplateLimit, TemplateRefused
-from frugal.data.spans import Answer, RenderedChat, render_chat
-from frugal.data.tokenize import Encoded, TextEncoder, trained_tokens
-from frugal.data.types import Example, Message
+from frugal.data.chat.render import ChatRenderer
+from frugal.data.chat.sandbox import TemplateLimit, TemplateRefused
+from frugal.data.chat.sentinels import escaped_spans
+from frugal.data.chat.spans import Answer, RenderedChat, render_chat
+from frugal.data.chat.templates import choose_template
+from frugal.data.rows import Example, Message
+from frugal.data.tokenizer import Encoded, TextEncoder, adds_bos, one_bos, special_tokens_of, trained_tokens
 from frugal.errors import DataError, UnsupportedError
 
 TrainOn = Literal["assistant", "last", "all"]
 
 
 @dataclass(slots=True)
-class PreparedRow:
+class EncodedRow:
     """One example as tokens, or the reason why not."""
 
     ids: np.ndarray
@@ -59,16 +60,16 @@ class _Job:
     spans: list[tuple[int, int]]
     cuts: list[int]
     literals: list[tuple[int, int]]
-    row: PreparedRow
+    row: EncodedRow
     add_end: bool = False
     train_end: bool = True
 
 
-def _empty_row(fault: str = "") -> PreparedRow:
-    return PreparedRow(np.zeros(0, np.int32), np.zeros(0, bool), fault)
+def _empty_row(fault: str = "") -> EncodedRow:
+    return EncodedRow(np.zeros(0, np.int32), np.zeros(0, bool), fault)
 
 
-class RowPreparer:
+class RowEncoder:
     """Renders, tokenises and masks examples with one tokenizer and one template."""
 
     def __init__(
@@ -87,17 +88,17 @@ class RowPreparer:
         self.system_prompt = system_prompt
         self.keep_text = keep_text
 
-    def prepare(self, examples: Sequence[Example]) -> list[PreparedRow]:
+    def encode(self, examples: Sequence[Example]) -> list[EncodedRow]:
         """Rows in the order of the examples. Raises DataError when a template breaks the sandbox's limits."""
         return self._encode([self._job(example) for example in examples])
 
-    def preference(self, example: Example) -> tuple[PreparedRow, PreparedRow]:
+    def preference(self, example: Example) -> tuple[EncodedRow, EncodedRow]:
         """The chosen and the rejected conversation of a preference row, only the answer trained."""
         jobs = [self._guarded(example, [*example.messages, *answer]) for answer in (example.chosen, example.rejected)]
         chosen, rejected = self._encode(jobs)
         return chosen, rejected
 
-    def _encode(self, jobs: list[_Job]) -> list[PreparedRow]:
+    def _encode(self, jobs: list[_Job]) -> list[EncodedRow]:
         good = [job for job in jobs if not job.row.fault]
         coded = self.encoder.encode(
             [job.text for job in good], [job.cuts for job in good], [job.literals for job in good]
@@ -176,12 +177,12 @@ class RowPreparer:
         chat = render_chat(renderer, turns, known_tools, others)
         row = _empty_row()
         spans = self._chosen(chat, switches, others, row)
-        literals = literal_spans(renderer, turns, known_tools, chat.text)
+        literals = escaped_spans(renderer, turns, known_tools, chat.text)
         row.literals = len(literals)
         return _Job(chat.text, spans, [answer.start for answer in chat.answers], literals, row)
 
     def _chosen(
-        self, chat: RenderedChat, switches: dict[int, bool], others: frozenset[int], row: PreparedRow
+        self, chat: RenderedChat, switches: dict[int, bool], others: frozenset[int], row: EncodedRow
     ) -> list[tuple[int, int]]:
         """Character spans to train, and the row's count of answers and their ends."""
         spans: list[tuple[int, int]] = []
@@ -211,7 +212,7 @@ def with_system(messages: Sequence[Message], system_prompt: str | None) -> list[
     return [Message("system", system_prompt), *messages]
 
 
-def _count_end(answer: Answer, row: PreparedRow, *, whole: bool) -> None:
+def _count_end(answer: Answer, row: EncodedRow, *, whole: bool) -> None:
     if answer.end_trained or (whole and answer.end_token):
         row.ended[answer.end_token] += 1
     elif answer.end_token:
@@ -228,3 +229,39 @@ def _without(length: int, removed: list[tuple[int, int]]) -> list[tuple[int, int
             spans.append((at, begin))
         at = max(at, end)
     return [*spans, (at, length)]
+
+
+def chat_renderer(tokenizer: Any, chat_template: str | None, *, all_alpaca: bool = False) -> ChatRenderer:
+    """The renderer for a tokenizer and `data.chat_template`."""
+    chosen = choose_template(chat_template, tokenizer, all_alpaca=all_alpaca)
+    return ChatRenderer(chosen.source, chosen.name, *special_tokens_of(tokenizer))
+
+
+def encode_prompt(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    chat_template: str | None = None,
+    system_prompt: str | None = None,
+) -> list[int]:
+    """Ids of a conversation that waits for an answer: a prefix of the ids that training makes of it with its answer.
+
+    Raises:
+        DataError: the template refuses the conversation, or it has lone surrogates (undecodable bytes of a terminal).
+        ConfigError: there is no template.
+    """
+    renderer = chat_renderer(tokenizer, chat_template)
+    try:
+        turns, known_tools = renderer.turns(with_system(messages, system_prompt), tools)
+        text = renderer.text(turns, known_tools, prompt=True)
+        literals = escaped_spans(renderer, turns, known_tools, text, prompt=True)
+    except TemplateRefused as fault:
+        raise DataError(f"The chat template ({renderer.name}) cannot render the conversation: {fault}") from None
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise DataError("The conversation holds bytes that are not UTF-8. Write it in UTF-8.")
+    if literals:
+        encoder = TextEncoder.from_tokenizer(tokenizer)
+        return [int(token_id) for token_id in encoder.encode([text], literals=[literals])[0].ids]
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return one_bos(ids, tokenizer.bos_token_id, adds_bos=adds_bos(tokenizer))

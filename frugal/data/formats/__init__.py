@@ -1,49 +1,49 @@
 """The formats of rows: which one a file has, and one raw row into an example.
 
-| format | needs | may have |
-|---|---|---|
-| alpaca | instruction, output | input, system, history |
-| sharegpt | conversations | tools, system |
-| messages | messages | tools, system |
-| prompt_completion | prompt, completion | tools |
-| text | text | |
-| preference | chosen, rejected | prompt, conversations, instruction, input, tools, system |
-
 Other keys are left alone. An empty answer is allowed: it trains only the end of the turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from frugal.data.faults import RawRow, RowFault, kind_of
-from frugal.data.formats_chat import Roles, key_list, messages_of, question_of, text_of, with_system
-from frugal.data.formats_preference import preference_of
-from frugal.data.tool_calls import tools_of
-from frugal.data.types import Example, Message
+from frugal.data.formats.alpaca import fill_alpaca
+from frugal.data.formats.messages import fill_messages
+from frugal.data.formats.preference import fill_preference
+from frugal.data.formats.prompt_completion import fill_prompt_completion
+from frugal.data.formats.text import fill_text
+from frugal.data.formats.turns import Roles, key_list, tools_of
+from frugal.data.rows import Example, RawRow, RowError
 from frugal.errors import DataError
 
 
 @dataclass(frozen=True)
-class FormatSpec:
-    """A format's keys."""
+class Format:
+    """How rows of one format are recognised and converted."""
 
     needs: tuple[str, ...]
+    """Keys that every row has."""
     may_have: tuple[str, ...]
+    fill: Callable[[dict[str, Any], Example, Roles], None]
+    """Fills an example from a row's values; words for roles that were met are added to the last argument."""
 
 
-FORMATS: dict[str, FormatSpec] = {
-    "alpaca": FormatSpec(("instruction", "output"), ("input", "system", "history")),
-    "sharegpt": FormatSpec(("conversations",), ("tools", "system")),
-    "messages": FormatSpec(("messages",), ("tools", "system")),
-    "prompt_completion": FormatSpec(("prompt", "completion"), ("tools",)),
-    "text": FormatSpec(("text",), ()),
-    "preference": FormatSpec(
-        ("chosen", "rejected"), ("prompt", "conversations", "instruction", "input", "tools", "system")
+FORMATS: dict[str, Format] = {
+    "alpaca": Format(("instruction", "output"), ("input", "system", "history"), fill_alpaca),
+    "sharegpt": Format(("conversations",), ("tools", "system"), partial(fill_messages, key="conversations")),
+    "messages": Format(("messages",), ("tools", "system"), fill_messages),
+    "prompt_completion": Format(("prompt", "completion"), ("tools",), fill_prompt_completion),
+    "text": Format(("text",), (), fill_text),
+    "preference": Format(
+        ("chosen", "rejected"),
+        ("prompt", "conversations", "instruction", "input", "tools", "system"),
+        fill_preference,
     ),
 }
+"""A new format is a file beside this one, a row here, and its name in `config.models.SourceSection.format`."""
 
 
 def format_table() -> str:
@@ -140,57 +140,15 @@ def convert(row: RawRow, format_name: str, roles: Roles) -> Example:
     """One raw row (own names) as an example. Words for roles that were met are added to ``roles``.
 
     Raises:
-        RowFault: a needed key is missing, or a value is not what the format says.
+        RowError: a needed key is missing, or a value is not what the format says.
     """
     value = row.value
     for key in FORMATS[format_name].needs:
         if value.get(key) is None:
             missing = "is null" if key in value else "is missing"
-            raise RowFault(f"`{key}` {missing}", f"the row has: {key_list(value)}")
+            raise RowError(f"`{key}` {missing}", f"the row has: {key_list(value)}")
     example = Example(kind="messages", source=row.file, line=row.line)
-    if format_name == "text":
-        example.kind = "text"
-        example.text = text_of(value, "text")
-        return example
-    example.tools = tools_of(value.get("tools"))
-    if format_name == "alpaca":
-        example.messages = _alpaca(value)
-    elif format_name == "prompt_completion":
-        _prompt_completion(value, example, roles)
-    elif format_name == "preference":
-        preference_of(value, example, roles)
-    else:
-        key = FORMATS[format_name].needs[0]
-        example.messages = with_system(messages_of(value[key], key, roles), value.get("system"))
+    if format_name != "text":
+        example.tools = tools_of(value.get("tools"))
+    FORMATS[format_name].fill(value, example, roles)
     return example
-
-
-def _alpaca(value: dict[str, Any]) -> list[Message]:
-    """system, history pairs, then instruction and input with a line break between, then output."""
-    messages: list[Message] = []
-    history = value.get("history")
-    if history is not None and history != "":
-        if not isinstance(history, (list, tuple)):
-            raise RowFault(f"`history` is {kind_of(history)}, not a list of [question, answer] pairs")
-        for pair in history:
-            if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(t, str) for t in pair):
-                raise RowFault("`history` has an entry that is not [question, answer]")
-            messages += [Message("user", pair[0]), Message("assistant", pair[1])]
-    messages += [Message("user", question_of(value)), Message("assistant", text_of(value, "output"))]
-    return with_system(messages, value.get("system"))
-
-
-def _prompt_completion(value: dict[str, Any], example: Example, roles: Roles) -> None:
-    """Two texts as they are, or two lists of messages of which only the completion is trained."""
-    prompt, completion = value["prompt"], value["completion"]
-    if isinstance(prompt, (list, tuple)) and isinstance(completion, (list, tuple)):
-        before = messages_of(prompt, "prompt", roles)
-        for message in before:
-            message.train = False
-        example.messages = before + messages_of(completion, "completion", roles)
-        return
-    if isinstance(prompt, (list, tuple)) or isinstance(completion, (list, tuple)):
-        raise RowFault("`prompt` and `completion` are not both texts or both lists of messages")
-    example.kind = "prompt_completion"
-    example.prompt = text_of(value, "prompt")
-    example.completion = text_of(value, "completion")

@@ -17,9 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from frugal.data.marks import MAX_MESSAGES, place_marks, tail_after
-from frugal.data.render import PRIVATE, ChatRenderer, Turn
-from frugal.data.sandbox import TemplateRefused
+from frugal.data.chat.render import PRIVATE, ChatRenderer, Turn
+from frugal.data.chat.sandbox import TemplateRefused
+from frugal.data.chat.sentinels import MAX_MESSAGES, place_sentinels, tail_after
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ def render_chat(
     if PRIVATE.search(text):
         raise TemplateRefused("it has private-use characters between U+10F000 and U+10FFFD, which mark texts here")
     wanted = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-    places = place_marks(renderer, turns, tools, text, {*wanted, *others}) if wanted or others else {}
+    places = place_sentinels(renderer, turns, tools, text, {*wanted, *others}) if wanted or others else {}
     for index, turn in enumerate(turns):
         _check_printed(renderer, turns, tools, text, index, turn, places)
     if renderer.template.marks_generation and len(generation) == len(wanted):
@@ -101,7 +101,7 @@ def _check_printed(
 ) -> None:
     """Refuse a template that leaves out what a turn says (templates of models for images want lists, for example)."""
     core = (turn.get("content") or "").rsplit("</think>", 1)[-1].strip()
-    if not core or core in text or index in places or place_marks(renderer, turns, tools, text, [index]):
+    if not core or core in text or index in places or place_sentinels(renderer, turns, tools, text, [index]):
         return
     raise TemplateRefused(f"it does not print the text of turn {index + 1} ({turn['role']})")
 

@@ -36,7 +36,7 @@ class Encoded:
 
 @dataclass(slots=True)
 class EncoderState:
-    """What a worker process needs to build the same encoder: plain values only."""
+    """What ids depend on, as plain values; part of the cache key."""
 
     backend: str
     bos_id: int | None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import gzip
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePath
@@ -17,20 +18,18 @@ from typing import BinaryIO, cast
 
 from frugal.assets import CATALOGUE, DEFAULT_DATA_FILE, fetch, is_known
 from frugal.config import SourceSection
-from frugal.data.account import Account
-from frugal.data.faults import BadRow, RawRow, RowFault
-from frugal.data.folders import choose_files, is_datasets_folder, shown_name
-from frugal.data.hub import is_hub_id, read_hub, read_saved
-from frugal.data.read_columns import read_parquet
-from frugal.data.read_csv import read_csv
-from frugal.data.read_json import decode, read_json
+from frugal.data.report import DataReport
+from frugal.data.rows import BadRow, RawRow, RowError
+from frugal.data.sources.read_columns import is_hub_id, read_hub, read_parquet, read_saved
+from frugal.data.sources.read_csv import read_csv
+from frugal.data.sources.read_json import decode, read_json
 from frugal.errors import DataError
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md")
 
 
-def read_rows(source: SourceSection, account: Account) -> Iterator[RawRow | BadRow]:
-    """Rows of a source, in order; files of a folder in sorted order. Notes about files left out go to ``account``.
+def read_rows(source: SourceSection, report: DataReport) -> Iterator[RawRow | BadRow]:
+    """Rows of a source, in order; files of a folder in sorted order. Notes about files left out go to ``report``.
 
     Raises:
         DataError: the source does not exist, is of an unknown kind, or a file cannot be read at all.
@@ -45,7 +44,7 @@ def read_rows(source: SourceSection, account: Account) -> Iterator[RawRow | BadR
     elif local.is_dir():
         files, left_out = choose_files(local, SUFFIXES, source.split, path)
         for note in left_out:
-            account.note(note)
+            report.note(note)
         for file in files:
             yield from read_file(file, f"{path.rstrip('/')}/{shown_name(file.relative_to(local))}")
     elif local.exists():
@@ -104,7 +103,7 @@ def read_file(path: Path, file: str) -> Iterator[RawRow | BadRow]:
                 yield row
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         reason = "the .gz file is cut short" if isinstance(error, EOFError) else "the .gz file is damaged"
-        yield BadRow(RowFault(f"{reason}; copy it again"), file, last_line + 1, fatal=True)
+        yield BadRow(RowError(f"{reason}; copy it again"), file, last_line + 1, fatal=True)
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
 
@@ -129,7 +128,7 @@ def _document(handle: BinaryIO, file: str) -> Iterator[RawRow | BadRow]:
     for number, line in enumerate(data.split(b"\n"), start=1):
         try:
             lines.append(decode(line).removesuffix("\r"))
-        except RowFault as fault:
+        except RowError as fault:
             yield BadRow(fault, file, number, fatal=True)
             return
     yield RawRow({"text": "\n".join(lines)}, file, 1)
@@ -163,3 +162,88 @@ def _missing(path: str, local: Path) -> str:
     hint = f" Near it: {', '.join(near)}." if near else ""
     known = ", ".join(sorted(name for name, entry in CATALOGUE.items() if entry.kind == "data"))
     return f"{path}: there is no such file or folder.{hint} `frugal fetch` knows the data sets: {known}."
+
+
+_SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "eval": "validation",
+    "evaluation": "validation",
+}
+_PROSE = (".txt", ".md")
+_BESIDE = ("source.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+
+
+def is_datasets_folder(folder: Path) -> bool:
+    """Whether `datasets` wrote this folder with `save_to_disk`."""
+    return (folder / "dataset_dict.json").is_file() or (
+        (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    )
+
+
+def choose_files(
+    folder: Path, suffixes: tuple[str, ...], split: str | None, shown: str
+) -> tuple[list[Path], list[str]]:
+    """Files to read, sorted by their path inside the folder, and notes about those left out.
+
+    A split's name in a file's or subfolder's name (`train-00000.parquet`, `test/a.jsonl`) puts it into that split. With
+    ``split`` unset, `train` files are read when there are any, else every file. Text files beside tables or JSON (a
+    README) are left out, so are hidden files and the description files of `datasets`.
+
+    Raises:
+        DataError: no supported file, or none of the split.
+    """
+    inside = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    inside = [path for path in inside if not any(part.startswith((".", "_")) for part in path.parts)]
+    supported = sorted((path for path in inside if _has_suffix(path, suffixes)), key=lambda path: path.as_posix())
+    supported = [path for path in supported if path.name not in _BESIDE]
+    notes: list[str] = []
+    tables = [path for path in supported if not _has_suffix(path, _PROSE)]
+    if tables and len(tables) < len(supported):
+        prose = [shown_name(path) for path in supported if path not in tables]
+        notes.append(f"{shown}: text files beside tables or JSON are left out: {_some(prose)}")
+        supported = tables
+    if not supported:
+        raise DataError(f"{shown}: the folder holds no data file. Supported: {', '.join(suffixes)}, each also .gz.")
+    by_split: dict[str | None, list[Path]] = {}
+    for path in supported:
+        by_split.setdefault(_split_of(path), []).append(path)
+    if split is not None:
+        chosen = by_split.get(_SPLIT_WORDS.get(split.lower(), split), [])
+        if not chosen:
+            found = ", ".join(sorted(name for name in by_split if name)) or "none"
+            raise DataError(f"{shown}: no file of split {split!r}. Splits by file name: {found}.")
+    else:
+        chosen = by_split.get("train", supported)
+        if len(chosen) < len(supported):
+            others = [shown_name(path) for path in supported if path not in chosen]
+            notes.append(f"{shown}: only files of split train are read, left out: {_some(others)}")
+    return [folder / path for path in chosen], notes
+
+
+def shown_name(path: PurePath) -> str:
+    """A path that the file system gave as text that can be printed: UTF-8 even where the locale is not."""
+    return os.fsencode(path.as_posix()).decode("utf-8", "replace")
+
+
+def _has_suffix(path: PurePath, suffixes: tuple[str, ...]) -> bool:
+    return path.name.lower().removesuffix(".gz").endswith(suffixes)
+
+
+def _split_of(path: PurePath) -> str | None:
+    """The split that a path names, the innermost part first."""
+    for part in reversed(path.parts):
+        for word in re.split(r"[^a-z]+", part.lower()):
+            if word in _SPLIT_WORDS:
+                return _SPLIT_WORDS[word]
+    return None
+
+
+def _some(names: list[str], limit: int = 3) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from frugal.data.prepare import PreparedRow
-from frugal.data.render import ChatRenderer
-from frugal.data.tokenize import TextEncoder
+from frugal.data.chat.render import ChatRenderer
+from frugal.data.encode import EncodedRow
+from frugal.data.tokenizer import TextEncoder
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class EndCount:
     ended: Counter[str] = field(default_factory=Counter)
     untrained: Counter[str] = field(default_factory=Counter)
 
-    def add(self, row: PreparedRow) -> None:
+    def add(self, row: EncodedRow) -> None:
         """Count one row."""
         self.answers += row.answers
         self.ended.update(row.ended)

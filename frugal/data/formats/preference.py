@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from frugal.data.faults import RowFault
-from frugal.data.formats_chat import Roles, messages_of, question_of, with_system
-from frugal.data.types import Example, Message
+from frugal.data.formats.turns import Roles, messages_of, question_of, with_system
+from frugal.data.rows import Example, Message, RowError
 
 
-def preference_of(value: dict[str, Any], example: Example, roles: Roles) -> None:
+def fill_preference(value: dict[str, Any], example: Example, roles: Roles) -> None:
     """Fill an example from a row with `chosen` and `rejected`.
 
     Answers are texts, one message each, or lists of messages. The prompt is `prompt` (text or messages),
     `conversations`, or `instruction` (+ `input`); without one, the turns that both answers begin with are the prompt.
 
     Raises:
-        RowFault: no prompt, or an answer that is not text or does not end with the assistant.
+        RowError: no prompt, or an answer that is not text or does not end with the assistant.
     """
     example.kind = "preference"
     prompt = _prompt(value, roles)
@@ -26,13 +25,13 @@ def preference_of(value: dict[str, Any], example: Example, roles: Roles) -> None
     if shared and shared[0].role != "assistant":
         given = [message.content for message in prompt if message.role == "user"]
         if given and given[-1] not in [message.content for message in shared if message.role == "user"]:
-            raise RowFault("`chosen` begins with turns that are not the prompt's")
+            raise RowError("`chosen` begins with turns that are not the prompt's")
         prompt, chosen, rejected = shared, chosen[len(shared) :], rejected[len(shared) :]
     if not prompt:
-        raise RowFault("a preference row has no prompt", "give prompt, conversations, or turns that both answers share")
+        raise RowError("a preference row has no prompt", "give prompt, conversations, or turns that both answers share")
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer or answer[-1].role != "assistant":
-            raise RowFault(f"`{key}` does not end with an assistant turn")
+            raise RowError(f"`{key}` does not end with an assistant turn")
     example.messages = with_system(prompt, value.get("system"))
     example.chosen, example.rejected = chosen, rejected
 

@@ -1,4 +1,4 @@
-"""Sources into one list of examples and the account of what was left out.
+"""Sources into one list of examples and the report of what was left out.
 
 Mixing: a source's weight says how often each of its rows is seen in an epoch. Whole copies come first, then a part of
 the rows for the fraction: 0.5 takes half of them, 2.5 takes each twice and half of them once more. Which rows those
@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from frugal.config import DataSection, SourceSection
-from frugal.data.account import Account, SourceCount
-from frugal.data.faults import BadRow, RawRow, RowFault
 from frugal.data.formats import apply_columns, check_columns, convert, detect_format, wrong_format_advice
-from frugal.data.read import read_rows
-from frugal.data.split import content_key
-from frugal.data.types import Example
+from frugal.data.report import DataReport, SourceCount
+from frugal.data.rows import BadRow, Example, RawRow, RowError
+from frugal.data.sources.read import read_rows
 from frugal.errors import DataError
 
 OnBadRow = Literal["error", "drop"]
@@ -49,7 +48,7 @@ class _Faults:
     rows: int = 0
     fatal: bool = False
 
-    def add(self, file: str, line: int, fault: RowFault) -> None:
+    def add(self, file: str, line: int, fault: RowError) -> None:
         self.rows += 1
         if len(self.shown) < _SHOWN_FAULTS:
             self.shown.append(f"{file}:{line}: {fault}")
@@ -76,25 +75,25 @@ def load_examples(
     on_bad_row: OnBadRow,
     seed: int,
     part: str = "train",
-    account: Account | None = None,
-) -> tuple[list[Example], Account]:
+    report: DataReport | None = None,
+) -> tuple[list[Example], DataReport]:
     """All examples of ``sources``, mixed by weight, source after source.
 
     Args:
-        on_bad_row: `error` reads everything and raises once, with every fault; `drop` counts them in the account.
+        on_bad_row: `error` reads everything and raises once, with every fault; `drop` counts them in the report.
         seed: chooses rows where a weight is a fraction.
-        part: name of these rows in the account, `train` or `eval`.
-        account: an account to go on with.
+        part: name of these rows in the report, `train` or `eval`.
+        report: an report to go on with.
 
     Raises:
         DataError: a source that cannot be read, bad rows under `error`, or a source without one usable row.
     """
-    account = account if account is not None else Account()
-    loaded = _load(sources, on_bad_row, part, account)
-    return _mix(loaded, seed), account
+    report = report if report is not None else DataReport()
+    loaded = _load(sources, on_bad_row, part, report)
+    return _mix(loaded, seed), report
 
 
-def load_train_eval(data: DataSection, *, seed: int) -> tuple[list[Example], list[Example], Account]:
+def load_train_eval(data: DataSection, *, seed: int) -> tuple[list[Example], list[Example], DataReport]:
     """Training and evaluation examples as the `data` section says.
 
     `data.eval` wins; otherwise `data.eval_split` of the training rows (a fraction below 1, or a number) is held out,
@@ -103,30 +102,30 @@ def load_train_eval(data: DataSection, *, seed: int) -> tuple[list[Example], lis
     Raises:
         DataError: see `load_examples`; or nothing is left to train on.
     """
-    account = Account()
-    loaded = _load(data.train, data.on_bad_row, "train", account)
+    report = DataReport()
+    loaded = _load(data.train, data.on_bad_row, "train", report)
     held_out: list[Example] = []
     if data.eval:
-        held_out = _mix(_load(data.eval, data.on_bad_row, "eval", account), seed)
+        held_out = _mix(_load(data.eval, data.on_bad_row, "eval", report), seed)
     elif data.eval_split > 0:
         held_out = _hold_out(loaded, data.eval_split, seed)
-    return _mix(loaded, seed), held_out, account
+    return _mix(loaded, seed), held_out, report
 
 
-def _load(sources: Sequence[SourceSection], on_bad_row: OnBadRow, part: str, account: Account) -> list[_Loaded]:
+def _load(sources: Sequence[SourceSection], on_bad_row: OnBadRow, part: str, report: DataReport) -> list[_Loaded]:
     faults = _Faults()
     loaded: list[_Loaded] = []
     for source in sources:
-        one, found = _load_one(source, on_bad_row, part, account)
+        one, found = _load_one(source, on_bad_row, part, report)
         loaded.append(one)
         faults.include(found)
     if faults.fatal or (faults.rows and on_bad_row == "error"):
-        raise DataError(faults.message(account.rows_read(part)))
+        raise DataError(faults.message(report.rows_read(part)))
     return loaded
 
 
-def _load_one(source: SourceSection, on_bad_row: OnBadRow, part: str, account: Account) -> tuple[_Loaded, _Faults]:
-    rows: Iterator[RawRow | BadRow] = read_rows(source, account)
+def _load_one(source: SourceSection, on_bad_row: OnBadRow, part: str, report: DataReport) -> tuple[_Loaded, _Faults]:
+    rows: Iterator[RawRow | BadRow] = read_rows(source, report)
     if source.max_rows is not None:
         rows = itertools.islice(rows, source.max_rows)
     head = list(itertools.islice(rows, _LOOK_AT_ROWS))
@@ -134,7 +133,7 @@ def _load_one(source: SourceSection, on_bad_row: OnBadRow, part: str, account: A
     check_columns(source.columns, raw, source.format, source.path)
     sample = [apply_columns(row, source.columns) for row in raw]
     count = SourceCount(source.path, part, "", source.weight)
-    account.sources.append(count)
+    report.sources.append(count)
     loaded = _Loaded(source, count)
     advice = None
     if source.format != "auto":
@@ -155,7 +154,7 @@ def _load_one(source: SourceSection, on_bad_row: OnBadRow, part: str, account: A
                     count.format = detect_format([apply_columns(row.value, source.columns)], source.path)
                 renamed = RawRow(apply_columns(row.value, source.columns), row.file, row.line)
                 example = convert(renamed, count.format, count.roles)
-            except RowFault as found:
+            except RowError as found:
                 fault = found
             else:
                 loaded.examples.append(example)
@@ -165,11 +164,11 @@ def _load_one(source: SourceSection, on_bad_row: OnBadRow, part: str, account: A
         faults.add(row.file, row.line, fault)
         faults.fatal = faults.fatal or (isinstance(row, BadRow) and row.fatal)
         if on_bad_row == "drop":
-            account.drop(fault.reason, f"{row.file}:{row.line}", part=part, detail=fault.detail)
+            report.drop(fault.reason, f"{row.file}:{row.line}", part=part, detail=fault.detail)
     count.rows_good = len(loaded.examples)
     for name, (times, first) in placeholders.items():
         plural = "row contains" if times == 1 else "rows contain"
-        account.note(f"{times} {plural} {{{{{name}}}}} (first: {first}): fill it in before training")
+        report.note(f"{times} {plural} {{{{{name}}}}} (first: {first}): fill it in before training")
     if not loaded.examples and on_bad_row == "drop" and not faults.fatal:
         more = f"\n{advice}" if advice else ""
         raise DataError(f"{source.path}: none of {faults.rows:,} rows can be used.\n{faults.lines()}{more}")
@@ -258,3 +257,24 @@ def _draw(places: list[tuple[int, int]], wanted: int, seed: int, purpose: str) -
         return hashlib.blake2b(f"{purpose}/{seed}/{place[0]}/{place[1]}".encode(), digest_size=8).digest()
 
     return sorted(places, key=lambda place: (key(place), place))[:wanted]
+
+
+def content_key(example: Example) -> bytes:
+    """Digest of what a row says, wherever it comes from."""
+    content = asdict(example)
+    del content["source"], content["line"]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).digest()
+
+
+def keep_apart(train: Sequence[Example], held_out: Sequence[Example], report: DataReport) -> list[Example]:
+    """The training examples without those whose content is held out; counted in the report."""
+    if not held_out:
+        return list(train)
+    keys = {content_key(example) for example in held_out}
+    kept: list[Example] = []
+    for example in train:
+        if content_key(example) in keys:
+            report.drop("the same row is held out", f"{example.source}:{example.line}")
+        else:
+            kept.append(example)
+    return kept

@@ -1,16 +1,13 @@
-"""CSV and TSV (RFC 4180) into rows with the line each starts on.
-
-Python's csv module limits a field to 131,072 characters unless a process-wide setting is changed, and takes broken
-quotes for text; so this is a parser of its own, strict and without a limit.
-"""
+"""CSV and TSV (RFC 4180) into rows with the line each starts on."""
 
 from __future__ import annotations
 
-import re
+import csv
+import io
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from frugal.data.faults import BadRow, RawRow, RowFault, shorten
+from frugal.data.rows import BadRow, RawRow, RowError, shorten
 from frugal.errors import DataError
 
 
@@ -21,7 +18,7 @@ def read_csv(handle: BinaryIO, file: str, separator: str) -> Iterator[RawRow | B
         DataError: empty file, not UTF-8, or a header that names no columns or one twice.
     """
     text = _text(handle.read(), file)
-    records = _records(text, separator)
+    records = iter(_records(text, separator))
     header_line, header, fault = next(records, (1, [], None))
     if fault is not None:
         raise DataError(f"{file}:{header_line}: {fault}")
@@ -34,7 +31,7 @@ def read_csv(handle: BinaryIO, file: str, separator: str) -> Iterator[RawRow | B
             return
         if len(fields) != len(header):
             detail = f"{len(fields)} instead of {len(header)}; a text with {separator!r} or a line break needs quotes"
-            yield BadRow(RowFault("another number of fields than the header", detail), file, line)
+            yield BadRow(RowError("another number of fields than the header", detail), file, line)
             continue
         yield RawRow(dict(zip(header, fields, strict=True)), file, line)
 
@@ -63,31 +60,22 @@ def _check_header(header: list[str], where: str, separator: str) -> None:
             raise DataError(f"{where}: column {shorten(name)} is there twice. Each column needs a name of its own.")
 
 
-def _records(text: str, separator: str) -> Iterator[tuple[int, list[str], RowFault | None]]:
-    """(line, fields, fault) of every record that is not a blank line; a fault ends the file."""
-    sep = re.escape(separator)
-    # A quoted field (with "" for a quote) or a plain one, then what ends it.
-    field_pattern = re.compile(rf'(?:"([^"]*(?:""[^"]*)*)"|([^{sep}\r\n"]*))({sep}|\r\n|\n|\r|\Z)')
-    position, line, end = 0, 1, len(text)
-    while position < end:
-        fields: list[str] = []
-        start_line = line
-        while True:
-            match = field_pattern.match(text, position)
-            if match is None:
-                quoted = text[position] == '"'
-                reason = (
-                    "a quoted field is not closed, or text follows its quote" if quoted else "a quote inside a field"
-                )
-                yield line, fields, RowFault(reason, 'write "" for a quote, and quotes around the field')
-                return
-            quoted_text, plain, ending = match.groups()
-            fields.append(plain if quoted_text is None else quoted_text.replace('""', '"'))
-            if quoted_text is not None:
-                line += quoted_text.count("\n")
-            position = match.end()
-            if ending != separator:
-                break
-        line += 1
-        if len(fields) > 1 or quoted_text is not None or fields[0].strip():
-            yield start_line, fields, None
+def _records(text: str, separator: str) -> list[tuple[int, list[str], RowError | None]]:
+    """(line, fields, error) of every record that is not a blank line; an error ends the file."""
+    records: list[tuple[int, list[str], RowError | None]] = []
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    # The limit of a field is one for the process (131,072 characters): raised for this file, and put back.
+    limit = csv.field_size_limit()
+    csv.field_size_limit(max(limit, len(text)))
+    line = 1
+    try:
+        for fields in reader:
+            if fields and (len(fields) > 1 or not fields[0].isspace()):
+                records.append((line, fields, None))
+            line = reader.line_num + 1
+    except csv.Error:
+        reason = "a quoted field is not closed, or text follows its quote"
+        records.append((line, [], RowError(reason, 'write "" for a quote, and quotes around the field')))
+    finally:
+        csv.field_size_limit(limit)
+    return records
