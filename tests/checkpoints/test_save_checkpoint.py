@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from frugal.checkpoints.read import MARKER, find_latest, load_checkpoint, why_incomplete
-from frugal.checkpoints.resume import starting_point
+from frugal.checkpoints.resume import differences, starting_point
 from frugal.checkpoints.rotation import check_space, checkpoint_bytes, list_checkpoints, rotate
 from frugal.checkpoints.write import CheckpointParts, recover, save_checkpoint
 from frugal.errors import CheckpointError
@@ -151,3 +151,12 @@ def test_a_resumed_run_says_from_where(tmp_path: Path) -> None:
     assert starting_point(tmp_path, {}, True, said.append) == tmp_path / "checkpoint-2"
     assert starting_point(tmp_path, {}, "checkpoint-2", said.append) == tmp_path / "checkpoint-2"
     assert said == [f"going on from {tmp_path / 'checkpoint-2'}"] * 2
+
+
+def test_a_key_that_the_saving_version_did_not_have_counts_as_its_default() -> None:
+    saved = {"train": {"learning_rate": 1e-4}}
+    assert differences(saved, {"train": {"learning_rate": 1e-4, "label_smoothing": 0.0}}) == []
+    assert differences(saved, {"train": {"learning_rate": 1e-4, "label_smoothing": 0.1}}) == [
+        "train.label_smoothing: 0.0 -> 0.1"
+    ]
+    assert differences(saved, {"train": {"learning_rate": 1e-4, "unknown": 1}}) == ["train.unknown: (not set) -> 1"]
