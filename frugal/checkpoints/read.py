@@ -18,8 +18,7 @@ from frugal.distributed.strategy import Strategy
 from frugal.errors import CheckpointError
 from frugal.files import read_json, sha256_file
 from frugal.tensor_files import read_tensors, refuse_pickles_in
-from frugal.training.randomness import seed_step_noise, set_rng_state
-from frugal.training.setup import LoopState
+from frugal.training.setup import LoopState, seed_step_noise, set_rng_state
 
 MARKER = "complete.json"
 """Lists every file of a complete checkpoint with its size and hash; written last."""

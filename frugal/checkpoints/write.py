@@ -26,8 +26,7 @@ from frugal.distributed.strategy import Strategy
 from frugal.errors import CheckpointError
 from frugal.files import fsync_file, fsync_folder, sha256_file, write_json, write_text
 from frugal.tensor_files import write_tensors
-from frugal.training.randomness import rng_state
-from frugal.training.setup import LoopState
+from frugal.training.setup import LoopState, rng_state
 from frugal.units import disk_size
 
 

@@ -45,9 +45,8 @@ from frugal.training.device import device_of, make_accelerator
 from frugal.training.loop import train_loop
 from frugal.training.oom_fallback import MemorySettings
 from frugal.training.optim import build_optimizer, trainable
-from frugal.training.randomness import seed_step_noise
 from frugal.training.schedule import StepOrder, lr_lambda, make_plan
-from frugal.training.setup import Hooks, LoopState, TrainSetup
+from frugal.training.setup import Hooks, LoopState, TrainSetup, seed_step_noise
 from frugal.training.signals import StopRequest
 from frugal.training.step import optimizer_in_backward
 

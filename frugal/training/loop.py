@@ -19,9 +19,8 @@ from frugal.errors import Interrupted
 from frugal.memory.space import is_out_of_memory
 from frugal.training.evaluate import EvalResult, evaluate_rows, to_device
 from frugal.training.optim import set_lr, trainable
-from frugal.training.randomness import rng_state, set_rng_state
 from frugal.training.schedule import TrainPlan, split_step
-from frugal.training.setup import Hooks, LoopState, TrainSetup
+from frugal.training.setup import Hooks, LoopState, TrainSetup, rng_state, set_rng_state
 from frugal.training.step import OptimizerStep
 
 if sys.platform != "win32":
