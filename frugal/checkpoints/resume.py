@@ -17,6 +17,7 @@ from frugal.config import Config
 from frugal.data import TokenDataset
 from frugal.errors import CheckpointError
 from frugal.files import read_json
+from frugal.manifest import FILE_NAME
 
 HARMLESS = (
     "data.cache",
@@ -129,7 +130,7 @@ def starting_point(
 
 def check_config(folder: Path, config: dict[str, Any]) -> None:
     """Raise CheckpointError, with the differences, when a checkpoint is of another configuration."""
-    changed = differences(_saved_config(folder), config)
+    changed = differences(_saved_config(folder), _as_asked(folder, config))
     if changed:
         raise CheckpointError(
             f"{folder} was written with another configuration (saved -> now):\n"
@@ -165,7 +166,7 @@ def _refuse_used(run_dir: Path, config: dict[str, Any]) -> None:
     what = f"{len(complete)} checkpoint(s), the newest {complete[-1].name}" if complete else "a finished adapter"
     message = f"{run_dir} already holds {what}.\n"
     if complete:
-        changed = differences(_saved_config(complete[-1]), config)
+        changed = differences(_saved_config(complete[-1]), _as_asked(complete[-1], config))
         if changed:
             message += "They are of another configuration (saved -> now):\n"
             message += "\n".join(f"  {line}" for line in changed)
@@ -175,6 +176,21 @@ def _refuse_used(run_dir: Path, config: dict[str, Any]) -> None:
     else:
         message += "Set another output.dir, or move the folder away."
     raise CheckpointError(message)
+
+
+def _as_asked(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with `auto` where it has the value that the checkpoint's run gave an `auto`.
+
+    The run's own config.yaml holds these values, and may resume it.
+    """
+    manifest = folder.parent / FILE_NAME
+    decisions = read_json(manifest).get("decisions", {}) if manifest.is_file() else {}
+    found = {name: dict(section) if isinstance(section, dict) else section for name, section in config.items()}
+    for key, entry in decisions.items():
+        section, _, name = key.partition(".")
+        if entry.get("asked") == "auto" and found.get(section, {}).get(name) == entry.get("chosen"):
+            found[section][name] = "auto"
+    return found
 
 
 def _saved_config(folder: Path) -> dict[str, Any]:

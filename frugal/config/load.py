@@ -7,6 +7,7 @@ import difflib
 import itertools
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -47,9 +48,19 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config, ove
     return _Loader(name, document).load(overrides)
 
 
-def dump_yaml(config: Config) -> str:
-    """Write the whole configuration as YAML, defaults included; `load_config` of it gives an equal Config."""
-    return dump(config.model_dump())
+def dump_yaml(config: Config, comments: Mapping[str, str] | None = None) -> str:
+    """Write the whole configuration as YAML, defaults included; `load_config` of it gives an equal Config.
+
+    ``comments``: by dotted key of a section's plain value, what to write beside it.
+    """
+    lines, section = [], ""
+    for line in dump(config.model_dump()).splitlines():
+        if found := re.match(r"(\w+):", line):
+            section = found[1]
+        elif comments and (found := re.match(r"  (\w+): ", line)) and (text := comments.get(f"{section}.{found[1]}")):
+            line = f"{line}  # {' '.join(text.split())}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
 
 
 def read_file(path: pathlib.Path) -> Document:

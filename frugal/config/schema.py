@@ -125,7 +125,7 @@ class DataSection(Section):
     cache: Flag = True
     """Keep tokenised data in the user's cache folder, keyed by content."""
     num_proc: Whole = Field(default=1, ge=1)
-    """Processes for tokenising."""
+    """Accepted, not used any more: the tokenizer itself works on all cores."""
 
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -167,7 +167,7 @@ class TrainSection(Section):
     max_grad_norm: Number = Field(default=1.0, ge=0)
     """Clip the global gradient norm; 0 turns it off."""
     label_smoothing: Number = Field(default=0.0, ge=0, lt=1)
-    """Part of each target's probability that is spread evenly over the vocabulary; 0 turns it off."""
+    """Part of each target's probability that is spread evenly over the vocabulary, in training; 0 turns it off."""
     group_by_length: Flag = True
     """Put rows of like length into one batch when not packing."""
     eval_steps: Whole | None = Field(default=None, ge=1)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from frugal.data import TokenDataset, collate
-from frugal.models.head import IGNORE_INDEX, HeadSpec, shift_labels
+from frugal.models.head import HeadSpec, shift_labels
 from frugal.objectives.base import Batch, Objective
+from frugal.ops import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

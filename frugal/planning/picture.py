@@ -25,7 +25,7 @@ from frugal.memory.meter_report import (
 )
 from frugal.planning.allocation_sites import TokenLine
 from frugal.planning.forecast import longest_of
-from frugal.planning.overhead import tensor_budget
+from frugal.planning.host import tensor_budget
 from frugal.planning.planner import Planner
 from frugal.planning.simulated_model import Policy
 from frugal.planning.sweep import SWEEP_GB, SweepRow, sweep

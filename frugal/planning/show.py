@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from frugal.assets import weights_note
 from frugal.planning.forecast import Plan
-from frugal.planning.network import LINKS
 from frugal.planning.sweep import Measure, SweepRow
 from frugal.units import disk_size, gib, nominal_gib
 
@@ -85,9 +84,6 @@ def _shared_lines(plan: Plan) -> list[str]:
         shown.append(f"  whole for a while: {', '.join(f'{name} {gib(count)}' for name, count in gathered.items())}")
     sent = ", ".join(f"{kind} {disk_size(count)}" for kind, count in network.sent.items())
     shown.append(f"  sends {disk_size(network.sent_bytes)} a step: {sent}")
-    shown.append(f"  beside {network.step_seconds:.2g} s of computing (estimated), if nothing overlaps:")
-    for link in LINKS:
-        shown.append(f"    {link:<26}{network.seconds(link):>9.2g} s{network.share(link):>7.0%} of a step")
     return shown
 
 

@@ -1,14 +1,24 @@
-"""Training steps without memory: the run's own functions on fake tensors, followed by the live-bytes meter.
+"""The phases of a run without memory: its own functions on fake tensors, followed by the live-bytes meter.
 
 Decoder layers are alike, so two models with few layers are run and every allocation site's own peak is extrapolated to
-the whole model; the same is done over two lengths (`frugal.planning.allocation_sites`).
+the whole model; the same is done over two lengths (`frugal.planning.allocation_sites`). Of loading, reading is
+arithmetic, and the proofs (attention on two short rows, a replaced MLP on five tokens) are run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
+
+from frugal.memory.meter import LiveBytesMeter
+from frugal.memory.meter_report import TEMPORARIES
+from frugal.model_structure import decoder_layers
+from frugal.models.equivalence import PROBE_ROWS, PROBE_TOKENS, PROOF_TOKENS
 from frugal.models.materialize import LoadedTensor
+from frugal.ops.planned import planning_for
 from frugal.planning.allocation_sites import (
     AT_REST,
     Peak,
@@ -22,7 +32,7 @@ from frugal.planning.sharding import Sharing
 from frugal.planning.simulated_model import PHASES, Parts, Phase, Shape, SimulatedModel, Subject
 from frugal.planning.skeleton import layer_count, layer_counts, with_layers
 
-__all__ = ["PHASES", "MemorySimulator", "Peak", "Phase", "Shape", "TokenLine"]
+__all__ = ["PHASES", "MemorySimulator", "Peak", "Phase", "Shape", "TokenLine", "load_peak"]
 
 
 @dataclass
@@ -111,3 +121,71 @@ class MemorySimulator(Subject):
         if key not in self._known:
             self._known[key] = self.built(count).run(phase, shape)
         return self._known[key]
+
+
+# ---- the load phase --------------------------------------------------------------------------------------------------
+
+
+def load_peak(sim: MemorySimulator) -> Peak:
+    """Peak on one rank's device.
+
+    The tensor that takes most beside its place is, at worst, the last. A base that is cut arrives layer by layer: of
+    earlier ones a rank has its part, embedding and head are whole until the last layer is there.
+    """
+    adapted = sim.base_at_rest()
+    bare = adapted - 4 * sim.numbers()[1]
+    if sim.sharing is not None and sim.sharing.shard_base:
+        bare = adapted = _cut(sim.sharing)
+    reading = max(0, max((part.read_bytes + part.scratch_bytes - part.kept_bytes for part in sim.parts()), default=0))
+    of_attention, of_mlp = proofs(sim)
+    extra = max(bare + max(reading, of_attention), adapted + of_mlp) - adapted
+    return Peak(adapted + extra, {"at rest": adapted, TEMPORARIES: extra}, "", "loading")
+
+
+def _cut(sharing: Sharing) -> int:
+    units = sharing.units
+    others = round((units.layers - 1) * units.layer * sharing.base_part)
+    return others + units.layer + units.embedding + units.head + units.root + units.buffers
+
+
+def proofs(sim: MemorySimulator) -> tuple[int, int]:
+    """Bytes that exist while attention is proven, before adapters are there, and while an MLP's replacement is."""
+    stock = sim.stock().built(sim.counts[0])
+    rows, length = PROBE_ROWS, PROBE_TOKENS
+    vocab = stock.fake.base.config.get_text_config().vocab_size
+
+    def forward() -> None:
+        ids = torch.zeros(rows, length, dtype=torch.int64, device=stock.kind)
+        position = torch.arange(length, device=stock.kind).expand(rows, length)
+        mask = torch.ones_like(ids)
+        wanted = torch.empty(rows * length, vocab, device=stock.kind)  # the stock model's logits
+        with torch.no_grad():
+            logits = stock.fake.base(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False).logits
+            (logits.float().flatten(0, 1) - wanted).abs()
+
+    of_attention = _transient(stock, forward)
+    if not sim.memory.fused:
+        return of_attention, 0
+    fused = sim.built(sim.counts[0])
+    return of_attention, max(_transient(built, lambda b=built: _run_mlp(b)) for built in (stock, fused))  # type: ignore[misc]
+
+
+def _run_mlp(built: SimulatedModel) -> None:
+    layer: Any = next(iter(decoder_layers(built.module).values()))
+    mlp = getattr(layer, "mlp", None)
+    if mlp is None:
+        return
+    width = built.fake.base.config.get_text_config().hidden_size
+    x = torch.zeros(1, PROOF_TOKENS, width, dtype=built.subject.compute, device=built.kind).requires_grad_()
+    y = mlp(x)
+    trained = [p for p in mlp.parameters() if p.requires_grad]
+    torch.autograd.grad(y, [x, *trained], torch.zeros_like(y), allow_unused=True)
+
+
+def _transient(built: SimulatedModel, action: Callable[[], None]) -> int:
+    with planning_for(built.subject.device), built.mode:
+        built.module.eval()
+        meter = LiveBytesMeter(built.module, detail=True)
+        with meter:
+            action()
+    return meter.peak_bytes - meter.report().start_bytes

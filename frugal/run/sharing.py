@@ -14,8 +14,8 @@ from frugal.distributed.strategy import Strategy, make_strategy
 from frugal.errors import ConfigError, FrugalError
 from frugal.models.build import OnLayer, needs_whole_base
 from frugal.models.resolve import ResolvedModel
+from frugal.planning.api import choose_strategy
 from frugal.planning.planner import Planner
-from frugal.planning.strategy import choose_strategy
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,11 @@ def _refuse_keys(config: Config, name: str) -> None:
         )
 
 
-def layer_taker(config: Config, base: ResolvedModel, strategy: Strategy) -> tuple[OnLayer | None, str | None]:
+def layer_taker(config: Config, base: ResolvedModel, strategy: Strategy) -> tuple[OnLayer | None, list[str]]:
     """What takes over layers while they are loaded, None where the base is loaded whole; and why that is so where the
     strategy would cut it."""
     if not strategy.cuts_base:
-        return None, None
+        return None, []
     if config.distributed.shard_base is not True and (why := needs_whole_base(base, config.lora)) is not None:
-        return None, f"each process loads the whole base before it is cut: {why}"
-    return strategy.take_layer, None
+        return None, [f"each process loads the whole base before it is cut: {why}"]
+    return strategy.take_layer, []

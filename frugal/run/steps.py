@@ -96,7 +96,7 @@ def check_disk(config: Config, run_dir: Path, plan: TrainPlan, parameters: dict[
     check_space(run_dir, one_bytes=checkpoint_bytes(parameters, config.train.optim), kept=kept)
 
 
-def forget(error: BaseException) -> None:
+def clear_frames(error: BaseException) -> None:
     """Clear the local variables in an error's frames: a kept traceback must not keep model and optimizer alive."""
     current: BaseException | None = error
     seen: set[int] = set()
@@ -116,7 +116,3 @@ def out_of_memory(error: torch.OutOfMemoryError, held_bytes: int) -> str:
         f"out of device memory: {reason}.{older} Ways out: memory.checkpoint: offload, a smaller "
         "train.per_device_train_batch_size (with more gradient_accumulation_steps), a smaller data.max_length."
     )
-
-
-def silent(text: str) -> None:
-    """Where other ranks' messages go."""

@@ -36,6 +36,20 @@ class TrainResult:
     """What else the objective says about the evaluation loss before, by name: perplexity."""
     eval_metrics: dict[str, float] = field(default_factory=dict)
 
+    def numbers(self) -> dict[str, float | int | None]:
+        """What manifest, report and model card show."""
+        return {
+            "steps": self.steps,
+            "epochs": self.epochs,
+            "train_loss": self.final_loss,
+            "eval_loss_before": self.eval_loss_before,
+            "eval_loss": self.eval_loss,
+            "best_step": self.best_step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "peak_memory_bytes": self.peak_memory_bytes,
+        }
+
 
 def summarise(
     run_dir: Path,

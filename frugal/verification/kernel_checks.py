@@ -13,7 +13,7 @@ from torch import Tensor
 
 from frugal.codecs import dequantize_nf4, quantize_nf4
 from frugal.codecs.nf4_codes import nested_code, nf4_code
-from frugal.ops import rms_norm_reference, rope_reference
+from frugal.ops import IGNORE_INDEX, rms_norm_reference, rope_reference
 from frugal.ops.target import no_triton, target_of
 from frugal.verification.judge import Measurement, Subject, share_of_allowed, worst
 
@@ -101,7 +101,7 @@ def _cross_entropy(random: Callable[..., Tensor]) -> float:
 
 def _cross_entropy_of(logits: Tensor, once: bool) -> float:
     labels = torch.arange(logits.shape[0], device=logits.device) * 50
-    labels[3] = -100
+    labels[3] = IGNORE_INDEX
 
     def reference(to: torch.dtype) -> list[Tensor]:
         leaf = logits.to(to).requires_grad_()

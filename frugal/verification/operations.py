@@ -13,6 +13,7 @@ from torch import Tensor
 from frugal.codecs import dequantize_nf4, quantize_nf4
 from frugal.errors import UnsupportedError
 from frugal.ops import (
+    IGNORE_INDEX,
     Projection,
     attention,
     attention_reference,
@@ -154,7 +155,7 @@ def _gated_mlp(random: Random) -> float:
 def _loss(random: Random) -> float:
     hidden, head = random(61, 128), random(1000, 128) / 4
     labels = torch.randint(0, 1000, (61,), generator=torch.Generator().manual_seed(1)).to(hidden.device)
-    labels[::7] = -100
+    labels[::7] = IGNORE_INDEX
     one = torch.ones((), device=hidden.device, dtype=torch.float64)
     got = with_gradients(lambda h: linear_cross_entropy(h, head, labels), (hidden,), one)
     exact = with_gradients(lambda h: linear_cross_entropy_reference(h, head.double(), labels), (hidden.double(),), one)

@@ -17,8 +17,7 @@ from frugal.models.load import load_base
 from frugal.models.replacement import replace_modules
 from frugal.models.resolve import ResolvedModel
 from frugal.ops.planned import PlannedDevice
-from frugal.planning.loading import load_peak
-from frugal.planning.simulate import MemorySimulator
+from frugal.planning.simulate import MemorySimulator, load_peak
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,

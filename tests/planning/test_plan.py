@@ -18,8 +18,8 @@ from frugal.gpus import GPUS, find_gpu
 from frugal.ops.planned import PlannedDevice
 from frugal.planning import Planner, make_planner
 from frugal.planning.architectures import known_architecture
+from frugal.planning.host import device_allowance, tensor_budget
 from frugal.planning.inputs import architecture, planned_device
-from frugal.planning.overhead import device_allowance, tensor_budget
 from frugal.planning.show import lines
 from frugal.planning.simulate import PHASES, MemorySimulator, Shape
 from frugal.planning.skeleton import layer_counts, with_layers
