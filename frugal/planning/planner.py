@@ -6,7 +6,7 @@ import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from frugal.checkpoints.space import STATE_BYTES, kept_at_once
+from frugal.checkpoints.rotation import STATE_BYTES, kept_at_once
 from frugal.config import Config
 from frugal.ops.gated_mlp import TILE_BYTES
 from frugal.ops.head_groups import WORKSPACE_BYTES
