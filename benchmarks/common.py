@@ -17,18 +17,15 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from frugal.adapters import apply_adapters
 from frugal.assets import fetch
 from frugal.config import LoraSection
 from frugal.memory import apply_activation_checkpointing
 from frugal.memory.checkpointing import CheckpointHandle, Policy
 from frugal.memory.meter import LiveBytesMeter
 from frugal.memory.meter_report import MeterReport
-from frugal.models.attention import use_attention
-from frugal.models.load import load_base
-from frugal.models.replacement import replace_modules
+from frugal.models.build import ModelSpec, build
 from frugal.models.resolve import resolve_base
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule
 
 MODEL = "smollm2-135m-instruct"
 RANK = 16
@@ -108,17 +105,14 @@ def peer_side() -> Side:
 
 def frugal_side(policy: Policy = "recompute", *, fused: bool = True) -> Side:
     """frugal's own load, adapters, replaced modules, checkpointing and loss."""
-    loaded = load_base(resolve_base(MODEL), quantize="nf4", double_quant=True, dtype=torch.float32)
-    use_attention(loaded.model)
-    section = LoraSection(r=RANK, lora_alpha=ALPHA)
-    model = apply_adapters(loaded.model, section, seed=0, quantize="nf4").model.train()
-    if fused:
-        replace_modules(model)
-    module = LossModule(model).train()
+    spec = ModelSpec(source=resolve_base(MODEL), lora=LoraSection(r=RANK, lora_alpha=ALPHA), fused=fused)
+    built = build(spec)
+    model = built.model.train()
+    module = LossModule(model, head=built.head).train()
 
     def loss(batch: dict[str, Tensor]) -> Tensor:
-        total, count = module(batch)
-        return total / count
+        total, sums = module(batch)
+        return total / sums[1]
 
     side = Side("frugal", model, loss, adamw(model))
     side.checkpoint(policy)

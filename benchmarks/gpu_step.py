@@ -28,7 +28,7 @@ from frugal.memory.meter import LiveBytesMeter
 from frugal.models.attention import register, use_attention
 from frugal.models.replacement import replace_modules
 from frugal.models.skeleton import build_meta, fill_buffers, insert_nf4, linear_kinds
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule
 
 RANK, ALPHA = 32, 64
 SIDES = ("frugal", "peer", "liger")
@@ -120,11 +120,11 @@ def frugal_side(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -
     module = LossModule(model).train()
 
     def loss(ids: Tensor) -> Tensor:
-        total, count = module({"input_ids": ids, "labels": ids})
-        return total / count
+        total, sums = module({"input_ids": ids, "labels": ids})
+        return total / sums[1]
 
     kinds = ", ".join(f"{kind}: {choice.name}" for kind, choice in attention.by_layer.items())
-    return Side("frugal", model, loss, adamw(model), f"attention {attention.name} ({kinds})")
+    return Side("frugal", model, loss, adamw(model), f"attention {attention.value} ({kinds})")
 
 
 def peer_side(config: LlamaConfig, device: torch.device, dtype: torch.dtype, *, liger: bool) -> Side:

@@ -23,14 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from common import environment
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from frugal.adapters import apply_adapters
 from frugal.config import LoraSection, TrainSection
 from frugal.data import TokenDataset, collate
 from frugal.distributed.fsdp2 import FullyShard
@@ -41,15 +39,14 @@ from frugal.distributed.zero import state as zero_state
 from frugal.distributed.zero.config import ZeroSettings
 from frugal.distributed.zero.engine import Zero
 from frugal.memory.checkpointing import apply_activation_checkpointing
-from frugal.models.attention import use_attention
-from frugal.models.load import load_base
-from frugal.models.replacement import replace_modules
+from frugal.models.build import ModelSpec, build
 from frugal.models.resolve import ResolvedModel
-from frugal.training.job import Hooks, Job, LoopState
+from frugal.objectives import LossModule, make_objective
 from frugal.training.loop import train_loop
-from frugal.training.loss import LossModule
+from frugal.training.oom_fallback import MemorySettings
 from frugal.training.optim import build_optimizer, trainable
-from frugal.training.schedule import StepOrder, make_plan, rate_factor
+from frugal.training.schedule import StepOrder, lr_lambda, make_plan
+from frugal.training.setup import Hooks, LoopState, TrainSetup
 from frugal.training.signals import StopRequest
 
 CPU = torch.device("cpu")
@@ -146,27 +143,24 @@ def strategies(world: int) -> dict[str, Any]:
 
 def train(base: Path, strategy: Strategy) -> tuple[dict[str, int], list[float], dict[str, Tensor]]:
     """This rank's bytes, the losses, and the whole adapter (rank 0)."""
-    model: Any = load_base(ResolvedModel("small", base, "folder", None), quantize="nf4", dtype=torch.float32).model
-    use_attention(model)
-    lora = LoraSection.model_validate({"r": 8, "lora_alpha": 16})
-    model = apply_adapters(model, lora, seed=0, quantize="nf4").model
-    replace_modules(model, compute_dtype=torch.float32)
+    spec = ModelSpec(source=ResolvedModel("small", base, "folder", None), lora=LoraSection(r=8, lora_alpha=16))
+    built = build(spec)
+    model = built.model
     section = TrainSection.model_validate(
         {
             "group_by_length": False, "max_steps": STEPS, "per_device_train_batch_size": 1, "max_grad_norm": NORM,
             "gradient_accumulation_steps": BATCH // strategy.world_size, "learning_rate": 1e-3, "warmup_ratio": 0.0,
         }
     )  # fmt: skip
-    data, module = rows(), LossModule(model)
+    data, module = rows(), LossModule(model, make_objective(flat=True), head=built.head)
     wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), section))
     held = preflight(strategy, wrapped, module, optimizer, max_grad_norm=NORM).local
     handle = apply_activation_checkpointing(model, "recompute")
     plan = make_plan(section, rows=len(data), world_size=strategy.world_size)
-    job = Job(
+    job = TrainSetup(
         module=module, wrapped=wrapped, strategy=strategy, optimizer=optimizer, plan=plan, train=section, rows=data,
-        order=StepOrder(data.lengths, plan, seed=0, group_by_length=False), eval_rows=None, pad_id=0, flat=True,
-        accelerator=Accelerator(cpu=True, mixed_precision="no"), rate_factor=rate_factor(section, plan),
-        save_steps=None,
+        order=StepOrder(data.lengths, plan, seed=0, group_by_length=False), eval_rows=None,
+        device=torch.device("cpu"), lr_lambda=lr_lambda(section, plan), memory=MemorySettings(module, 1, 1, handle),
     )  # fmt: skip
     losses: list[float] = []
     with Sent(strategy.world_size) as sent:
@@ -189,15 +183,15 @@ def train(base: Path, strategy: Strategy) -> tuple[dict[str, int], list[float], 
     return found, losses, adapter
 
 
-def _after_backward(job: Job) -> dict[str, int]:
+def _after_backward(job: TrainSetup) -> dict[str, int]:
     """Bytes of reduced gradients and of optimizer state, with master values that are not the adapters themselves."""
     strategy, engine = job.strategy, getattr(job.strategy, "engine", None)
     if engine is not None:
         state = zero_state.state_bytes(engine)
         return {"gradient_bytes": state["gradients"], "optimizer_bytes": state["masters"] + state["optimizer"]}
     with strategy.accumulating(job.wrapped, True):
-        loss, count = job.wrapped(collate([job.rows[strategy.rank]], 0, flat=True))
-        strategy.backward(loss / count, torch.amp.GradScaler("cpu", enabled=False))
+        loss, sums = job.wrapped(collate([job.rows[strategy.rank]], 0, flat=True))
+        strategy.backward(loss / sums[1], torch.amp.GradScaler("cpu", enabled=False))
     gradients = [p.grad for group in job.optimizer.param_groups for p in group["params"] if p.grad is not None]
     state_tensors = [t for state in job.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     return {"gradient_bytes": _local_bytes(gradients), "optimizer_bytes": _local_bytes(state_tensors)}

@@ -47,6 +47,8 @@ class CatalogueEntry:
     megabytes: int
     licence: str
     summary: str
+    weights: str = ""
+    """How a model's weights came about: shown wherever its name is."""
 
     @property
     def folder_name(self) -> str:
@@ -66,7 +68,8 @@ CATALOGUE: dict[str, CatalogueEntry] = {
             sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             megabytes=93,
             licence="Apache-2.0",
-            summary="SmolLM2-135M-Instruct (Q4_1 weights, stored as float16 safetensors)",
+            summary="SmolLM2-135M-Instruct, weights dequantised from Q4_1 (not the hub's): for trying things",
+            weights="weights dequantised from Q4_1",
         ),
         CatalogueEntry(
             name="chatterbot-corpus",
@@ -88,6 +91,12 @@ DEFAULT_DATA_FILE = "english.jsonl"
 def is_known(name: str) -> bool:
     """Whether ``name`` is in the catalogue."""
     return name in CATALOGUE
+
+
+def weights_note(name: str) -> str:
+    """What to show after the name of a base: ` (weights dequantised from Q4_1)`; empty for one not in the catalogue."""
+    entry = CATALOGUE.get(name)
+    return f" ({entry.weights})" if entry is not None and entry.weights else ""
 
 
 def cache_folder() -> Path:

@@ -21,7 +21,7 @@ class Decision(Generic[T]):
     """Each alternative that was passed over, and why."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values: `{"chosen": ..., "why": ..., "rejected": ...}`."""
+        """Plain values: `{"chosen": ..., "why": ..., "rejected": ...}`; empty parts left out."""
         plain = self.value if isinstance(self.value, str | int | float | bool | None) else str(self.value)
-        entry: dict[str, Any] = {"chosen": plain, "why": self.reason}
-        return {**entry, "rejected": dict(self.rejected)} if self.rejected else entry
+        found: dict[str, Any] = {"chosen": plain, "why": self.reason, "rejected": dict(self.rejected)}
+        return {key: value for key, value in found.items() if key == "chosen" or value}

@@ -1,7 +1,7 @@
-"""What ran: versions, resolved configuration, implementations chosen and rejected, measured bytes and seconds.
+"""Write what ran: versions, configuration, decisions with their reasons, measured bytes, seconds of each phase.
 
 ``manifest.json`` is rewritten whole at each stage of a run (start, end, failure), so what is on disk is always readable
-and says how far the run came. This layer takes plain values only.
+and says how far the run came. This layer takes plain values and `Decision`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from frugal.decision import Decision
 from frugal.errors import CheckpointError
 from frugal.files import read_json, write_json
 
@@ -110,14 +111,13 @@ class Manifest:
         else:
             self.content[section] = value
 
+    def decide(self, decision: Decision[Any]) -> None:
+        """Record a decision under ``implementations``: what was chosen, why, and why each alternative was not."""
+        self.add("implementations", {decision.key: decision.to_json()})
+
     def choose(self, part: str, chosen: str, *, why: str = "", rejected: Mapping[str, str] | None = None) -> None:
         """Record which implementation of ``part`` runs, and why each other one does not."""
-        entry: dict[str, Any] = {"chosen": chosen}
-        if why:
-            entry["why"] = why
-        if rejected:
-            entry["rejected"] = dict(rejected)
-        self.add("implementations", {part: entry})
+        self.decide(Decision(part, chosen, why, rejected or {}))
 
     def peak(self, phase: str, peak_bytes: int) -> None:
         """Record the measured peak of a phase (load, step, evaluate, save), in bytes; the highest stays."""

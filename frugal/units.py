@@ -3,8 +3,13 @@ in decimal units, as disks are sold and as `df -H` prints."""
 
 from __future__ import annotations
 
+import re
+
+from frugal.errors import ConfigError
+
 GIB = 1 << 30
 MIB = 1 << 20
+_POWERS = {"": 0, "b": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def gib(n_bytes: float) -> str:
@@ -12,6 +17,11 @@ def gib(n_bytes: float) -> str:
     if abs(n_bytes) < 0.1 * GIB:
         return f"{n_bytes / MIB:.1f} MiB"
     return f"{n_bytes / GIB:,.2f} GiB"
+
+
+def nominal_gib(n_bytes: float) -> str:
+    """Format the size of a device as it is sold: `24 GiB`, `11.5 GiB`."""
+    return f"{n_bytes / GIB:.4g} GiB"
 
 
 def disk_size(n_bytes: float) -> str:
@@ -31,3 +41,16 @@ def seconds(count: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def parse_size(text: str | int, what: str) -> int:
+    """Parse "12GB", "11.5 GiB", "800MB" or a number of bytes. GB and GiB are both 2^30, as GPUs are sold.
+
+    Raises:
+        ConfigError: it is not a size; the message names `what`.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
+    power = None if match is None else _POWERS.get(re.sub(r"i?b$", "", match[2]))
+    if match is None or power is None or float(match[1]) <= 0:
+        raise ConfigError(f"{what} must be a size like 12GB, 11.5GiB or 800MB, got {str(text)!r}")
+    return int(float(match[1]) * (1 << power))

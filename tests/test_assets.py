@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from frugal import fetch as module
-from frugal.assets import CATALOGUE, CatalogueEntry, cache_folder, fetch, is_complete, is_known
+from frugal import assets as module
+from frugal.assets import CATALOGUE, CatalogueEntry, cache_folder, fetch, is_complete, is_known, weights_note
 from frugal.errors import ConfigError, ModelError
 from frugal.files import sha256_file
 
@@ -172,3 +172,9 @@ def test_the_model(smollm2_folder: Path) -> None:
     answer = model.generate(**batch, max_new_tokens=12, do_sample=False)[0, batch["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer)
     assert "Apache License" in (smollm2_folder / "LICENSE").read_text()
+
+
+def test_what_is_said_of_the_small_models_weights() -> None:
+    assert weights_note("smollm2-135m-instruct") == " (weights dequantised from Q4_1)"
+    assert weights_note("chatterbot-corpus") == weights_note("org/model") == ""
+    assert "dequantised from Q4_1" in CATALOGUE["smollm2-135m-instruct"].summary

@@ -53,7 +53,7 @@ def save_adapter(
     folder = Path(folder)
     name = model.active_adapter
     found = adapter_state(model, name) if tensors is None else tensors
-    whole = {key: tensor.detach().to("cpu").contiguous().clone() for key, tensor in found.items()}
+    whole = {key: tensor.detach().to("cpu") for key, tensor in found.items()}
     empty = sorted(key for key, tensor in whole.items() if tensor.numel() == 0)
     if empty or not whole:
         raise CheckpointError(f"The adapter has empty tensors and was not saved: {', '.join(empty[:5]) or 'all'}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,18 @@ def open_run(path: str | Path) -> RunFolder:
         raise CheckpointError(f"{folder} does not exist. Give the folder of a run (output.dir) or of an adapter.")
     root = folder.parent if _is_run(folder.parent) and not _is_run(folder) else folder
     adapter = _adapter_folder(folder)
-    config = load_config(root / "config.yaml") if (root / "config.yaml").is_file() else None
     manifest = Manifest.read(root).content if (root / FILE_NAME).is_file() else {}
+    config = load_config(root / "config.yaml") if (root / "config.yaml").is_file() else None
+    if config is not None and resolved_from_auto(manifest, "model.dtype") is not None:
+        # what the training device computed in need not be what this one can
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "auto"})})
     return RunFolder(root, adapter, config, manifest, read_json(adapter / ADAPTER_CONFIG))
+
+
+def resolved_from_auto(manifest: Mapping[str, Any], key: str) -> Any:
+    """The value that a run gave a key of its configuration that was `auto`; None when it was not."""
+    entry = manifest.get("decisions", {}).get(key, {})
+    return entry.get("chosen") if entry.get("asked") == "auto" else None
 
 
 def _is_run(folder: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import importlib
 import io
@@ -15,6 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
+import frugal
 from frugal.cli.options import (
     OVERRIDES,
     AllowOtherBase,
@@ -28,10 +28,10 @@ from frugal.cli.options import (
     imported,
     writing,
 )
-from frugal.cli.plan import plan
+from frugal.cli.plan import as_comments, plan
 from frugal.config import config_schema, dump_yaml, load_config
+from frugal.config.docs import config_page
 from frugal.config.shipped import copy_config, launch_configs, shipped_config, shipped_configs, summary
-from frugal.config.write import config_page
 from frugal.errors import ConfigError
 from frugal.files import write_text
 
@@ -61,12 +61,12 @@ def train(
         if os.environ.get("RANK", "0") != "0":  # started by a launcher: the first process prints it
             return
         print(dump_yaml(loaded), end="")
-        for line in imported("frugal.cli.plan_command", "as_comments")(loaded):
+        for line in as_comments(loaded):
             print(line)
         print("# The configuration is right. Nothing was started or written.")
         return
     where: str | Path | None = resume if resume in (None, "auto") else Path(resume)
-    imported("frugal.run.train", "train")(loaded, resume=where)
+    frugal.train(loaded, resume=where)
     imported("frugal.distributed.group", "leave")()
 
 
@@ -84,7 +84,7 @@ def preview(
     """Show what will be trained: rendered rows with trained tokens marked, counts and lengths."""
     loaded = load_config(config, overrides or ())
     with contextlib.nullcontext() if html is None else writing(html, "--html"):
-        imported("frugal.run.train", "preview")(loaded, html=html, rows=rows)
+        frugal.preview(loaded, html=html, rows=rows)
     if html is not None:
         print(f"wrote {html}")
 
@@ -121,12 +121,8 @@ def chat(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk to a trained model."""
-    loaded = imported("frugal.inference.chat", "load_run")(
-        run, base=base, allow_other_base=allow_other_base, trust_remote_code=trust_remote_code
-    )
-    imported("frugal.inference.chat", "chat")(
-        loaded, prompt=prompt, temperature=temperature, max_new_tokens=max_new_tokens, echo=True
-    )
+    loaded = frugal.load_run(run, base=base, allow_other_base=allow_other_base, trust_remote_code=trust_remote_code)
+    frugal.chat(loaded, prompt=prompt, temperature=temperature, max_new_tokens=max_new_tokens, echo=True)
 
 
 @app.command("eval")
@@ -136,7 +132,7 @@ def evaluate(
     data: Annotated[str | None, typer.Option(metavar="PATH", help="Other rows than the run's evaluation rows.")] = None,
 ) -> None:
     """Loss and perplexity of a trained model."""
-    result = imported("frugal.run.train", "evaluate")(run, data=data)
+    result = frugal.evaluate(run, data=data)
     if isinstance(result, dict):
         for key, value in result.items():
             print(f"{key}: {value:.6g}" if isinstance(value, float) else f"{key}: {value}")
@@ -164,7 +160,7 @@ def merge(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a 16-bit model with the adapter merged in."""
-    report = imported("frugal.exports.merge", "merge")(
+    report = frugal.merge(
         run,
         out,
         weights=base_weights,
@@ -186,7 +182,7 @@ def doctor(
         found = imported("frugal.verification", "examine")()
         print(json.dumps(found.to_json(), indent=2, ensure_ascii=False))
     else:
-        found = imported("frugal.verification", "doctor")(imported("frugal.training.progress", "safe_console")())
+        found = imported("frugal.verification", "doctor")(imported("frugal.console", "safe_console")())
     if not found.passed:
         raise typer.Exit(1)
 
@@ -243,46 +239,26 @@ def configs_copy(
     print(f"wrote {copy_config(name, destination)}")
 
 
-def utf8_locale() -> None:
-    """In a bare C locale (containers, cron) start once more in Python's UTF-8 mode.
-
-    Names of files, words of the command line and what is read from the keyboard are UTF-8 there too.
-    """
-    if not sys.flags.utf8_mode and codecs.lookup(sys.getfilesystemencoding()).name == "ascii":
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-
-
 def safe_streams() -> None:
-    """Printing never kills a run: what a stream cannot show becomes `?`; a bare C locale is taken as UTF-8."""
+    """Printing never ends a command: what a stream cannot encode is escaped. (Of this process: `frugal.console`.)"""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            ascii_only = stream.encoding.lower().replace("-", "").replace("_", "") in (
-                "ascii",
-                "usascii",
-                "ansix3.41968",
-            )
-            stream.reconfigure(encoding="utf-8" if ascii_only else None, errors="replace")
-
-
-def main() -> None:
-    """Entry point of the `frugal` command and of `python -m frugal`."""
-    utf8_locale()
-    safe_streams()
-    # bitsandbytes warns at import, on CPUs with bfloat16 instructions, of an optional inference kernel that is not used
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    app(args=resume_argument(sys.argv[1:]), prog_name="frugal")
+            stream.reconfigure(errors="backslashreplace")
 
 
 def resume_argument(argv: list[str]) -> list[str]:
     """`--resume` alone means `--resume auto`: alone is before an option, an override, a YAML file, or at the end."""
-    result = []
-    for index, word in enumerate(argv):
-        result.append(word)
-        after = argv[index + 1] if index + 1 < len(argv) else "-"
-        alone = (
-            after.startswith("-") or after.endswith((".yaml", ".yml")) or ("=" in after and not Path(after).exists())
-        )
-        if word == "--resume" and alone:
-            result.append("auto")
-    return result
+    words = []
+    for word, after in zip(argv, [*argv[1:], "-"], strict=True):
+        is_override = "=" in after and not Path(after).exists()
+        alone = word == "--resume" and (after.startswith("-") or after.endswith((".yaml", ".yml")) or is_override)
+        words += [word, "auto"] if alone else [word]
+    return words
+
+
+def main() -> None:
+    """Entry point of the `frugal` command and of `python -m frugal`."""
+    safe_streams()
+    # bitsandbytes warns at import, on CPUs with bfloat16 instructions, of an optional inference kernel that is not used
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    app(args=resume_argument(sys.argv[1:]), prog_name="frugal")

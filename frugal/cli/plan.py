@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from frugal.cli.options import Overrides, imported, takes_file, writing
-from frugal.errors import ConfigError
+from frugal.config import Config
+from frugal.errors import ConfigError, FrugalError
 
 
 def plan(
@@ -40,7 +43,7 @@ def plan(
         int | None, typer.Option(min=1, help="GPUs of one machine. Unset: all, up to eight.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Longest row for GPUs of 8 to 80 GB.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Longest row for GPUs of 8 to 80 GiB.")] = False,
     solve: Annotated[bool, typer.Option("--solve", help="The cheapest settings that fit.")] = False,
     picture: Annotated[
         Path | None,
@@ -49,7 +52,7 @@ def plan(
 ) -> None:
     """Say what a run will need in memory, and whether it fits, before anything is downloaded."""
     if picture is not None and picture.suffix.lower() not in (".svg", ".html"):
-        raise ConfigError(f"--picture {picture}: pictures are written as .svg or .html. Name the file so.")
+        raise ConfigError(f"--picture {picture}: expected a file name that ends in .svg or .html.")
     if picture is not None:
         takes_file(picture, "--picture")
     if sweep and solve:
@@ -74,7 +77,8 @@ def plan(
             f"note: distributed.strategy is {configured}, and this plans one process. Add --world-size N.",
             file=sys.stderr,
         )
-    fits: bool = imported("frugal.cli.plan_command", "run")(planner, as_json=as_json, sweep=sweep, solve=solve)
+    values, text, fits = _answer(planner, sweep=sweep, solve=solve)
+    print(json.dumps(values, indent=2) if as_json else "\n".join(text))
     if picture is not None:
         with writing(picture, "--picture"):
             imported("frugal.planning.picture", "draw")(planner, picture)
@@ -102,3 +106,31 @@ def _refuse(world_size: int, strategy: str, shard_base: str, offload: bool, gpus
         raise ConfigError("--shard-base false: zero3 cuts everything. Use --strategy zero2 or fsdp2.")
     if offload and strategy == "ddp":
         raise ConfigError("--offload: ddp keeps everything on its device. Use --strategy fsdp2, zero2 or zero3.")
+
+
+def _answer(planner: Any, *, sweep: bool, solve: bool) -> tuple[Any, list[str], bool]:
+    """The answer as plain values and as lines, and whether something fits."""
+    show, sweeps = import_module("frugal.planning.show"), import_module("frugal.planning.sweep")
+    if sweep:
+        asked = planner.config.memory.checkpoint
+        policy = ("disk" if planner.device.kind == "cpu" else "offload") if asked == "auto" else asked
+        rows = sweeps.sweep(planner, policy)
+        return [row.to_json() for row in rows], show.sweep_lines(rows, planner.config.model.base, policy), True
+    if solve:
+        measures = sweeps.solve(planner)
+        return [measure.to_json() for measure in measures], show.measure_lines(measures), measures[-1].fits
+    found = planner.plan()
+    return found.to_json(), show.lines(found), found.fits
+
+
+def as_comments(config: Config) -> list[str]:
+    """The plan for the device found here, as lines of YAML comments; a base that cannot be had is said, no error."""
+    try:
+        # what `frugal train` forecasts too; `frugal plan` has the longest sequence and every phase
+        found = imported("frugal.planning", "make_planner")(config).plan(
+            with_line=False, simulated=("steady_step", "evaluation")
+        )
+        text: list[str] = imported("frugal.planning.show", "lines")(found)
+    except FrugalError as error:
+        text = [f"no plan: {error}"]
+    return [f"# {line}".rstrip() for line in text]

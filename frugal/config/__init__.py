@@ -1,7 +1,8 @@
 """Configuration: YAML or a dict to a checked, frozen `Config`. Imports neither torch nor transformers."""
 
-from frugal.config.load import load_config
-from frugal.config.models import (
+from frugal.config.docs import config_schema
+from frugal.config.load import dump_yaml, load_config
+from frugal.config.schema import (
     Config,
     DataSection,
     DistributedSection,
@@ -12,7 +13,6 @@ from frugal.config.models import (
     SourceSection,
     TrainSection,
 )
-from frugal.config.write import config_schema, dump_yaml
 
 __all__ = [
     "Config",

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import difflib
+import itertools
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from frugal.config import checks, coerce
-from frugal.config.foreign import THE_KEYS, explain_unknown, leaves
-from frugal.config.models import Config, SourceSection
-from frugal.config.yaml import Document, Fault, Path, Plain, YamlError, is_null, parse, show_path
+from frugal.config.conflicts import conflicts
+from frugal.config.fields import describe, got
+from frugal.config.schema import Config, SourceSection, sections
+from frugal.config.unknown_keys import THE_KEYS, explain_unknown, leaves
+from frugal.config.yaml import NULL, Document, Fault, Path, YamlError, dump, parse
 from frugal.errors import ConfigError
 
-DICT_FIELDS = {("lora", "rank_pattern"), ("lora", "alpha_pattern")}  # below these, dots are part of the name
-_OUT_OF_RANGE = {
-    "greater_than": ("gt", "above"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "below"),
-    "less_than_equal": ("le", "at most"),
-}
+_SOURCES = (("data", "train"), ("data", "eval"))
+_PATTERNS = (["lora", "rank_pattern"], ["lora", "alpha_pattern"])  # below these, dots are part of the name
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Config:
@@ -51,8 +48,23 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config, ove
     return _Loader(name, document).load(overrides)
 
 
+def dump_yaml(config: Config, comments: Mapping[str, str] | None = None) -> str:
+    """Write the whole configuration as YAML, defaults included; `load_config` of it gives an equal Config.
+
+    ``comments``: by dotted key of a section's plain value, what to write beside it.
+    """
+    lines, section = [], ""
+    for line in dump(config.model_dump()).splitlines():
+        if found := re.match(r"(\w+):", line):
+            section = found[1]
+        elif comments and (found := re.match(r"  (\w+): ", line)) and (text := comments.get(f"{section}.{found[1]}")):
+            line = f"{line}  # {' '.join(text.split())}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
 def read_file(path: pathlib.Path) -> Document:
-    """The tree of a YAML file with its lines; ConfigError when there is no such tree."""
+    """Read the tree of a YAML file with its lines; ConfigError when there is no such tree."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
@@ -74,12 +86,11 @@ def read_file(path: pathlib.Path) -> Document:
         if path.suffix.lower() in (".jsonl", ".ndjson", ".csv", ".tsv", ".txt"):
             raise ConfigError(f"{path}: rows, not a configuration; name it as data.train in a YAML file") from None
         raise ConfigError(f"{path}: {error}") from None
-    if document.tree is None or is_null(document.tree):
+    if document.tree is None:
         raise ConfigError(f"{path}: the file is empty. It needs at least model.base, data.train and output.dir")
     if not isinstance(document.tree, dict):
-        kind = "a list" if isinstance(document.tree, list) else f"the text {coerce.got(document.tree)}"
         keys = ", ".join(Config.model_fields)
-        raise ConfigError(f"{path}: line 1: got {kind} at the top; sections are meant: {keys}")
+        raise ConfigError(f"{path}: line 1: expected sections ({keys}), got {got(document.tree)} at the top")
     return document
 
 
@@ -95,13 +106,24 @@ def _inside(path: pathlib.Path) -> str:
 
 
 class _Loader:
-    """One loading: what was read, where each value came from, and the faults so far."""
+    """One loading: what was read, the origin of each value, and the faults so far."""
 
     def __init__(self, name: str, document: Document) -> None:
         self.name = name
         self.tree: dict[str, Any] = document.tree
         self.faults: list[Fault] = list(document.faults)
         self.origins: dict[Path, tuple[str, int]] = {p: (f"line {n}", n) for p, n in document.lines.items()}
+
+    def load(self, overrides: Sequence[str]) -> Config:
+        self.override(overrides)
+        config = self.validate({key: value for key, value in self.tree.items() if not str(key).startswith("x-")})
+        wrong = {show_path(fault.path[:2]) for fault in self.faults}
+        for keys, message in conflicts(config):
+            if wrong.isdisjoint([*keys, *(key.split(".")[0] for key in keys)]):
+                self.report(tuple(keys[0].split(".")), message)
+        if self.faults:
+            raise ConfigError(self.message())
+        return config
 
     def report(self, path: Path, message: str) -> None:
         """Add a fault at `path`, with the origin of the nearest part of it that has one."""
@@ -114,120 +136,65 @@ class _Loader:
             origin, line = next((o for p, o in self.origins.items() if path and p[: len(path)] == path), ("", 0))
         self.faults.append(Fault(path, message, origin, line))
 
-    def unknown(self, path: Path, key: str, value: Any, model: type[BaseModel]) -> None:
-        self.report((*path, key), explain_unknown(show_path(path), key, model))
-
-    def load(self, overrides: Sequence[str]) -> Config:
-        self.override(overrides)
-        values = coerce.section(Config, self.tree, (), self.report, self.unknown)
-        config = self.validate(values)
-        self.cross_check(values)
-        if self.faults or config is None:
-            raise ConfigError(self.message())
-        return config
-
     def override(self, overrides: Sequence[str]) -> None:
         seen: dict[str, str] = {}
         for text in overrides:
             key, equals, value = text.partition("=")
             key = key.strip().removeprefix("--")
             if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
-                self.faults.append(Fault((), "holds bytes that are not UTF-8", f"override {text!a}"))
+                self.faults.append(Fault((), "must be UTF-8 text", f"override {text!a}"))
                 continue
             if not equals or not key:
                 known = ", ".join(f"{place}=VALUE" for place in leaves().get(key, []) if "." in place)
-                wanted = f"write {known}" if known else "neither an option nor key.sub=value"
-                self.faults.append(Fault((), wanted, f"override {text!r}"))
+                message = f"write {known}" if known else "neither an option nor key.sub=value"
+                self.faults.append(Fault((), message, f"override {text!r}"))
                 continue
             if seen.setdefault(key, value) != value:
                 self.faults.append(Fault((key,), "given twice with different values; keep one", f"override {text}"))
                 continue
             try:
                 self.put(key.split("."), _override_value(value), f"override {text}")
-            except (YamlError, _NoPlace) as error:
+            except (YamlError, _NoSuchKey) as error:
                 self.faults.append(Fault(tuple(key.split(".")), str(error), f"override {text}"))
 
     def put(self, parts: list[str], value: Any, origin: str) -> None:
         """Set one value in the tree, making sections on the way; list entries are named by number from 0."""
-        path: Path = ()
+        if parts[:2] in _PATTERNS and len(parts) > 2:
+            parts = [*parts[:2], ".".join(parts[2:])]
         here: Any = self.tree
-        for index, part in enumerate(parts[:-1]):
-            if path in DICT_FIELDS:
-                parts = [*parts[:index], ".".join(parts[index:])]
-                break
-            here, path = self.step(here, path, part)
-        here, path = self.step(here, path, parts[-1], value)
+        path: Path = ()
+        for part, following in itertools.zip_longest(parts, parts[1:]):
+            step: Any = part
+            if isinstance(here, list):
+                if path in _SOURCES and not part.isdigit():
+                    raise _NoSuchKey(f"name the source by its number, from 0: {show_path(path)}.0.{part}")
+                if not part.isdigit() or int(part) >= len(here):
+                    raise _NoSuchKey(f"{show_path(path)} has {len(here)} entries, numbered from 0")
+                step = int(part)
+            elif not isinstance(here, dict):
+                raise _NoSuchKey(f"{show_path(path)} is one value and has no keys below it")
+            path = (*path, step)
+            if following is None:
+                here[step] = value
+            else:
+                here[step] = _with_room(here[step] if isinstance(here, list) else here.get(step), path)
+                here = here[step]
         self.origins = {p: o for p, o in self.origins.items() if p[: len(path)] != path}
         self.origins[path] = (origin, 0)
 
-    def step(self, here: Any, path: Path, part: str, value: Any = coerce.MISSING) -> tuple[Any, Path]:
-        setting = value is not coerce.MISSING
-        if path in (("data", "train"), ("data", "eval")):
-            if not part.isdigit():
-                raise _NoPlace(f"name the source by its number, from 0: {show_path(path)}.0.{part}")
-            here = self.as_sources(here, path)
-        if isinstance(here, list):
-            if not part.isdigit() or int(part) >= len(here):
-                raise _NoPlace(f"{show_path(path)} has {len(here)} entries, numbered from 0")
-            number = int(part)
-            if setting:
-                here[number] = value
-            elif isinstance(here[number], str):
-                here[number] = {"path": here[number]}
-            return here[number], (*path, number)
-        if not isinstance(here, dict):
-            raise _NoPlace(f"{show_path(path)} is one value and has no keys below it")
-        if setting:
-            here[part] = value
-        elif is_null(here.get(part)):
-            here[part] = {}
-        return here[part], (*path, part)
-
-    def as_sources(self, here: Any, path: Path) -> Any:
-        """`data.train: file.jsonl` or one source as the list it stands for, so that `data.train.0.x` has a place."""
-        if isinstance(here, str) or (isinstance(here, dict) and here):
-            here = [here]
-            parent = self.tree["data"]
-            parent[path[-1]] = here
-        return here
-
-    def validate(self, values: Any) -> Config | None:
-        """Ranges and missing keys, as pydantic finds them; nothing about keys that already have a fault."""
+    def validate(self, tree: dict[str, Any]) -> Config:
+        """Report what pydantic finds, but nothing about keys that already have a fault. Returns a Config without the
+        wrong keys, for checks of the others."""
         try:
-            return Config.model_validate(values)
+            return Config.model_validate(tree)
         except ValidationError as error:
-            known = {fault.path for fault in self.faults}
-            for detail in error.errors():
-                path: Path = tuple(detail["loc"])
-                if any(path[: len(other)] == other or other[: len(path)] == path for other in known if other):
-                    continue
+            details = error.errors(include_url=False)
+        known = [fault.path for fault in self.faults if fault.path]
+        for detail in details:
+            path: Path = detail["loc"]
+            if not any(path[: len(other)] == other for other in known):
                 self.report(path, _describe(path, detail))
-            return None
-
-    def cross_check(self, values: Any) -> None:
-        wrong = {show_path(fault.path[:2]) for fault in self.faults} | {
-            show_path(fault.path[:1]) for fault in self.faults
-        }
-        flat: dict[str, Any] = {}
-        changed = set()
-        for name, info in Config.model_fields.items():
-            section = info.annotation
-            assert isinstance(section, type)
-            assert issubclass(section, BaseModel)
-            given = values.get(name, {}) if isinstance(values, dict) else {}
-            for leaf, leaf_info in section.model_fields.items():
-                key = f"{name}.{leaf}"
-                if not leaf_info.is_required():
-                    flat[key] = leaf_info.get_default(call_default_factory=True)
-                if leaf in given:
-                    if flat.get(key) != given[leaf]:
-                        changed.add(key)
-                    flat[key] = given[leaf]
-        seen = checks.Values(flat, frozenset(changed))
-        for rule in checks.RULES:
-            usable = all(key in flat and key not in wrong and key.split(".")[0] not in wrong for key in rule.keys)
-            if usable and (message := rule.check(seen)):
-                self.report(tuple(rule.keys[0].split(".")), message)
+        return Config.model_validate(_without(tree, [detail["loc"] for detail in details]))
 
     def message(self) -> str:
         faults = sorted(dict.fromkeys(self.faults), key=lambda fault: (fault.line == 0, fault.line))
@@ -245,57 +212,65 @@ class _Loader:
         return f"{self.name}: {len(lines)} faults\n" + "\n".join(f"  {line}" for line in lines)
 
 
-class _NoPlace(Exception):
+class _NoSuchKey(Exception):
     """An override whose key cannot be reached."""
 
 
+def show_path(path: Path) -> str:
+    """Write a path as messages do: `data.train[0].path`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+def _with_room(value: Any, path: Path) -> Any:
+    """What an override's next key goes into: short forms of sources in full, a missing section as an empty one."""
+    if path in _SOURCES:
+        return value if isinstance(value, (list, tuple)) else [value] if value else []
+    if path[:-1] in _SOURCES and isinstance(value, (str, os.PathLike)):
+        return {"path": value}
+    return {} if value is None else value
+
+
 def _override_value(text: str) -> Any:
-    """What stands right of `=`: YAML when it starts with `[`, `{` or a quote, else one plain value."""
+    """Read the right of `=`: YAML when it starts with `[`, `{` or a quote, else one plain value."""
     text = text.strip()
     if text[:1] in ("[", "{", "'", '"'):
         document = parse(text)
         if document.faults:
             raise YamlError(document.faults[0].message)
         return document.tree
-    return Plain(text)
+    return None if text in NULL else text
+
+
+def _without(tree: dict[str, Any], wrong: Iterable[Path]) -> dict[str, Any]:
+    """The tree without wrong keys, and with something in the place of required ones."""
+    result = {key: {**value} if isinstance(value, dict) else value for key, value in tree.items() if key in sections()}
+    for path in wrong:
+        section = result.get(str(path[0]))
+        if len(path) > 1 and isinstance(section, dict):
+            section.pop(path[1], None)
+        else:
+            result.pop(str(path[0]), None)
+    for section_name, key in (("model", "base"), ("data", "train"), ("output", "dir")):
+        section = result.get(section_name)
+        if section is None or isinstance(section, dict):
+            result[section_name] = {key: "-"} | {k: v for k, v in (section or {}).items() if isinstance(k, str)}
+    return result
 
 
 def _describe(path: Path, detail: ErrorDetails) -> str:
-    """pydantic's finding in the words of the other messages."""
-    kind, context = detail["type"], detail.get("ctx", {})
-    if kind == "missing":
-        about = _documentation(path)
-        return "is missing and has no default" + (f". {about}" if about else "")
-    if kind in _OUT_OF_RANGE:
-        name, words = _OUT_OF_RANGE[kind]
-        return f"got {detail['input']:g}; allowed: {words} {context[name]:g}{_other_bound(path, name)}"
-    if kind == "string_pattern_mismatch":
-        return f"got {coerce.got(detail['input'])}; meant is: {_documentation(path)}"
-    return f"got {coerce.got(detail['input'])}; {detail['msg'][0].lower()}{detail['msg'][1:]}"
-
-
-def _field(path: Path) -> Any:
-    model: Any = SourceSection if path[:2] in (("data", "train"), ("data", "eval")) and len(path) > 2 else None
-    if model is None and len(path) > 1:
-        model = Config.model_fields[str(path[0])].annotation
-    return (model or Config).model_fields.get(str(path[-1]))
-
-
-def _documentation(path: Path) -> str:
-    if len(path) == 1:
-        section = Config.model_fields[str(path[0])].annotation
-        assert section is not None
-        needed = [name for name, info in section.model_fields.items() if info.is_required()]
-        return "It needs " + " and ".join(f"{path[0]}.{name}" for name in needed)
-    info = _field(path)
-    return str(info.description or "") if info else ""
-
-
-def _other_bound(path: Path, name: str) -> str:
-    info = _field(path)
-    found: dict[str, float] = {}
-    for item in getattr(info, "metadata", []):
-        if dataclasses.is_dataclass(item):
-            found |= {k: getattr(item, k) for k in ("gt", "ge", "lt", "le") if getattr(item, k, None) is not None}
-    words = dict(_OUT_OF_RANGE.values())
-    return "".join(f" and {words[k]} {v:g}" for k, v in found.items() if k != name)
+    """Say what is wrong at `path`: a key that does not exist, a section that is missing, or a field's value."""
+    depth = 3 if path[:2] in _SOURCES and len(path) > 2 else min(len(path) - 1, 1)
+    model = (Config, sections().get(str(path[0]), Config), None, SourceSection)[depth]
+    assert model is not None
+    if detail["type"] == "extra_forbidden":
+        return explain_unknown(show_path(path[:-1]), str(path[-1]), model)
+    if detail["type"] == "invalid_key":
+        return f"the key {path[-1]!r} must be text"
+    if detail["type"] == "missing" and depth == 0:
+        needed = [key for key, info in sections()[str(path[0])].model_fields.items() if info.is_required()]
+        return "is missing and has no default. It needs " + " and ".join(f"{path[0]}.{key}" for key in needed)
+    info = model.model_fields[str(path[depth])] if len(path) > depth else None
+    annotation: Any = info.annotation if info else None
+    for _ in path[depth + 1 :]:  # an entry of a list or of a table
+        annotation = get_args(annotation)[-1]
+    return describe(detail, annotation, info)

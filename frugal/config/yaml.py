@@ -1,6 +1,6 @@
-"""YAML with line numbers and YAML 1.2's core rules: 1e-4 is a number, `no` is text, a key given twice is an error.
+"""YAML with the line of every key and YAML 1.2's core rules: `no` is text, a key given twice is an error.
 
-A plain scalar is kept as its source text (`Plain`): the field it belongs to decides what it means (see coerce.py), so
+Scalars stay text (an unquoted `null` is None): the field they belong to decides what they mean (see fields.py), so
 `revision: 1e5` stays the text that was written, and `learning_rate: 1e5` is a number.
 """
 
@@ -13,15 +13,9 @@ from typing import Any
 import yaml
 
 Path = tuple[str | int, ...]
-"""Where a value stands in the tree: ("data", "train", 0, "path")."""
+"""Keys and list positions from the top of the tree: ("data", "train", 0, "path")."""
 
 MAX_NODES = 100_000  # aliases of aliases can make a small file explode
-
-
-class Plain(str):
-    """A scalar written without quotes, as in the file. `null`, `true` and numbers are still text here."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +32,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Document:
-    """What a file says: dicts, lists, `Plain` and quoted text, with the line of each key and list entry."""
+    """What a file says: dicts, lists, text and None, with the line of each key and list entry."""
 
     tree: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
@@ -50,69 +44,34 @@ class YamlError(Exception):
     """The text cannot be read as YAML at all. The message carries the line."""
 
 
-def show_path(path: Path) -> str:
-    """`data.train[0].path`, as messages write it."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else (f".{part}" if text else part)
-    return text
-
-
-_NULL = {"", "~", "null", "Null", "NULL"}
+NULL = {"", "~", "null", "Null", "NULL"}
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
-
-
-def is_null(value: Any) -> bool:
-    """True for None and for an unquoted `null`, `~` or nothing."""
-    return value is None or (isinstance(value, Plain) and value in _NULL)
+_LEADING_ZERO = re.compile(r"([-+]?)0+([0-9]+)")
 
 
 def read_bool(text: str) -> bool | None:
-    """YAML 1.2's booleans, quoted or not; None when the text is none of them."""
+    """Read YAML 1.2's booleans; None when the text is none of them."""
     return _BOOL.get(text.strip())
 
 
 def read_number(text: str) -> int | float | None:
-    """A number by YAML 1.2's core rules, quoted or not; None when the text is not one.
+    """Read a number by YAML 1.2's core rules; None when the text is not one.
 
     Raises:
-        ValueError: `010` (8 to some readers, 10 to others) and infinities, with a message that says what to write.
+        ValueError: `010` (8 to some readers, 10 to others) or an infinity: what must be, and what to write.
     """
     text = text.strip()
-    if _LEADING_ZERO.fullmatch(text):
-        plain, sign = text.lstrip("+-0") or "0", "-" if text.startswith("-") else ""
-        raise ValueError(
-            f"starts with a zero, which some YAML readers take as octal: write {sign}{plain}, or 0o{plain} for octal"
-        )
-    if _NOT_FINITE.fullmatch(text):
-        raise ValueError("is not a finite number")
+    if zeros := _LEADING_ZERO.fullmatch(text):
+        raise ValueError("must not start with a zero", f"write {zeros[1]}{zeros[2]}")
     if _INT.fullmatch(text):
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-    if _FLOAT.fullmatch(text):
-        number = float(text)
-        if number in (float("inf"), float("-inf")):
-            raise ValueError("is too large for a number")
-        return number
-    return None
-
-
-def core_value(value: str) -> Any:
-    """What a plain scalar means where no field says otherwise: null, true/false, a number, else its text."""
-    if not isinstance(value, Plain):
-        return value
-    if value in _NULL:
-        return None
-    if value in _BOOL:
-        return _BOOL[value]
-    try:
-        number = read_number(value)
-    except ValueError:
-        number = None
-    return str(value) if number is None else number
+    number = float(text) if _FLOAT.fullmatch(text) else None
+    if number == float("inf") or number == -float("inf") or _NOT_FINITE.fullmatch(text):
+        raise ValueError("must be a finite number")
+    return number
 
 
 def parse(text: str) -> Document:
@@ -141,10 +100,8 @@ def _explain(text: str, error: yaml.MarkedYAMLError) -> str:
     number = mark.line + 1 if mark else 0
     lines = text.splitlines()
     for candidate in (number, number - 1):
-        if 0 < candidate <= len(lines):
-            line = lines[candidate - 1]
-            if "\t" in line[: len(line) - len(line.lstrip())]:
-                return f"line {candidate}: indented with a tab; YAML wants spaces (two per level)"
+        if 0 < candidate <= len(lines) and re.match(r"\s*\t", lines[candidate - 1]):
+            return f"line {candidate}: indented with a tab; YAML wants spaces (two per level)"
     if isinstance(error, yaml.composer.ComposerError) and "single document" in str(error.context):
         return f"line {number}: a second document starts here (`---`); a config is one document"
     problem = error.problem or "not YAML"
@@ -179,19 +136,20 @@ class _Builder:
         self.document.lines.setdefault(path, node.start_mark.line + 1)
         if node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"):
             self.fault(path, node, f"the tag {node.tag!r} is not read: write the value without it")
-            return Plain("")
+            return None
+        if isinstance(node, yaml.ScalarNode):
+            return None if node.style is None and node.value in NULL else str(node.value)
         self.open.append(node)
-        try:
-            if isinstance(node, yaml.SequenceNode):
-                return [self.value(child, (*path, index)) for index, child in enumerate(node.value)]
-            if isinstance(node, yaml.MappingNode):
-                return self.mapping(node, path)
-            assert isinstance(node, yaml.ScalarNode)
-            return Plain(node.value) if node.style is None else str(node.value)
-        finally:
-            self.open.pop()
+        result: Any
+        if isinstance(node, yaml.SequenceNode):
+            result = [self.value(child, (*path, index)) for index, child in enumerate(node.value)]
+        else:
+            result = self.mapping(node, path)
+        self.open.pop()
+        return result
 
-    def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+    def mapping(self, node: yaml.Node, path: Path) -> dict[str, Any]:
+        """A mapping; keys that `<<: *anchor` brings count where they are not given (of several, the first wins)."""
         result: dict[str, Any] = {}
         first: dict[str, int] = {}
         merges: list[yaml.Node] = []
@@ -200,29 +158,36 @@ class _Builder:
             if not isinstance(key_node, yaml.ScalarNode):
                 self.fault(path, key_node, "a key must be one word, not a list or a section")
                 continue
-            key = str(key_node.value)
+            key, here = str(key_node.value), (*path, str(key_node.value))
             if key == "<<" and key_node.style is None:
-                merges.append(value_node)
-                continue
-            here = (*path, key)
-            if key in first:
+                merges += value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+            elif key in first:
                 self.fault(here, key_node, f"given twice: in line {first[key]} and again in line {line}; keep one")
-                continue
-            first[key] = line
-            self.document.lines[here] = line
-            result[key] = self.value(value_node, here)
+            else:
+                first[key] = self.document.lines[here] = line
+                result[key] = self.value(value_node, here)
         for merge in merges:
-            self.merge(merge, path, result)
+            if not isinstance(merge, yaml.MappingNode):
+                self.fault(path, merge, "`<<` must be an anchor of a section, for example `<<: *defaults`")
+                continue
+            kept = {place: line for place, line in self.document.lines.items() if place[: len(path)] == path}
+            result = self.value(merge, path) | result
+            self.document.lines.update(kept)
         return result
 
-    def merge(self, node: yaml.Node, path: Path, result: dict[str, Any]) -> None:
-        """`<<: *anchor`: keys that are not given here come from the anchor; of several anchors the first wins."""
-        sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        for source in sources:
-            if not isinstance(source, yaml.MappingNode):
-                self.fault(path, source, "`<<` takes an anchor of a section, for example `<<: *defaults`")
-                continue
-            kept = {p: n for p, n in self.document.lines.items() if p[: len(path)] == path}
-            for key, value in self.value(source, path).items():
-                result.setdefault(key, value)
-            self.document.lines.update(kept)
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 or 1.2 would read as something else."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    number = any(pattern.fullmatch(text) for pattern in (_INT, _FLOAT, _NOT_FINITE))
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if number else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def dump(tree: Any) -> str:
+    """Write plain values as YAML that `parse` and readers of YAML 1.1 read alike."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False)

@@ -6,41 +6,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from frugal.data.account import Account
-    from frugal.data.assemble import PreparedData, build
+    from frugal.data.answer_ends import TemplateReport
     from frugal.data.batch import collate
+    from frugal.data.chat.templates import TEMPLATES, choose_template
     from frugal.data.dataset import TokenDataset
-    from frugal.data.order import step_batches
-    from frugal.data.preflight import TemplateReport
+    from frugal.data.encode import encode_prompt
+    from frugal.data.pipeline import PreparedData, build
     from frugal.data.preview import PreviewData, preview_rows, render_preview
-    from frugal.data.preview_html import write_preview_html
-    from frugal.data.prompt import encode_prompt
-    from frugal.data.templates import TEMPLATES, choose_template
-    from frugal.data.types import Example, Message, TokenRow
+    from frugal.data.report import DataReport
+    from frugal.data.rows import Example, Message, TokenRow
 
 _HOME = {
-    "Account": "account",
-    "Example": "types",
-    "Message": "types",
-    "PreparedData": "assemble",
+    "DataReport": "report",
+    "Example": "rows",
+    "Message": "rows",
+    "PreparedData": "pipeline",
     "PreviewData": "preview",
-    "TEMPLATES": "templates",
-    "TemplateReport": "preflight",
+    "TEMPLATES": "chat.templates",
+    "TemplateReport": "answer_ends",
     "TokenDataset": "dataset",
-    "TokenRow": "types",
-    "build": "assemble",
-    "choose_template": "templates",
+    "TokenRow": "rows",
+    "build": "pipeline",
+    "choose_template": "chat.templates",
     "collate": "batch",
-    "encode_prompt": "prompt",
+    "encode_prompt": "encode",
     "preview_rows": "preview",
     "render_preview": "preview",
-    "step_batches": "order",
-    "write_preview_html": "preview_html",
 }
 
 __all__ = [
     "TEMPLATES",
-    "Account",
+    "DataReport",
     "Example",
     "Message",
     "PreparedData",
@@ -54,8 +50,6 @@ __all__ = [
     "encode_prompt",
     "preview_rows",
     "render_preview",
-    "step_batches",
-    "write_preview_html",
 ]
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from frugal.data.types import TokenRow
-
-IGNORE = -100
+from frugal.data.rows import TokenRow
+from frugal.ops import IGNORE_INDEX
 
 
 def collate(rows: Sequence[TokenRow], pad_id: int, *, flat: bool) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def collate(rows: Sequence[TokenRow], pad_id: int, *, flat: bool) -> dict[str, A
     longest = max(len(row.input_ids) for row in rows)
     shape = (len(rows), longest)
     ids = np.full(shape, pad_id, dtype=np.int64)
-    labels = np.full(shape, IGNORE, dtype=np.int64)
+    labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     mask = np.zeros(shape, dtype=np.int64)
     for number, row in enumerate(rows):
         length = len(row.input_ids)
@@ -70,7 +69,7 @@ def _joined(rows: Sequence[TokenRow]) -> dict[str, Any]:
 
 
 def _labels(row: TokenRow) -> np.ndarray:
-    labels = np.where(row.trained, row.input_ids, IGNORE).astype(np.int64)
+    labels = np.where(row.trained, row.input_ids, IGNORE_INDEX).astype(np.int64)
     starts = row.doc_starts[:-1]
-    labels[starts[starts < len(labels)]] = IGNORE  # nothing of its own document stands before it
+    labels[starts[starts < len(labels)]] = IGNORE_INDEX  # nothing of its own document stands before it
     return labels

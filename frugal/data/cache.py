@@ -28,11 +28,10 @@ import platformdirs
 import torch
 from filelock import FileLock
 
-from frugal.config.models import DataSection
-from frugal.data.dataset import TokenDataset
-from frugal.data.measure import SetCount
-from frugal.data.prepare import RowPreparer
-from frugal.data.types import Example
+from frugal.config import DataSection
+from frugal.data.dataset import DatasetCounts, TokenDataset
+from frugal.data.encode import RowEncoder
+from frugal.data.rows import Example
 from frugal.errors import ModelError
 from frugal.files import fsync_file, fsync_folder, read_json, write_json
 from frugal.tensor_files import map_arrays, write_tensors
@@ -46,7 +45,7 @@ def default_folder() -> Path:
     return Path(platformdirs.user_cache_dir("frugal")) / "data"
 
 
-def cache_key(examples: Sequence[Example], preparer: RowPreparer, data: DataSection) -> str:
+def cache_key(examples: Sequence[Example], row_encoder: RowEncoder, data: DataSection) -> str:
     """SHA-256 over everything that the tokens depend on."""
     digest = hashlib.sha256()
 
@@ -55,9 +54,9 @@ def cache_key(examples: Sequence[Example], preparer: RowPreparer, data: DataSect
         digest.update(b"\0")
 
     add([_code_digest(), version("tokenizers"), version("jinja2")])
-    add(asdict(preparer.encoder.state))
-    add(preparer.renderer.template.source if preparer.renderer is not None else None)
-    add([preparer.train_on, preparer.system_prompt, data.max_length, data.on_overflow, data.packing])
+    add(asdict(row_encoder.encoder.state))
+    add(row_encoder.renderer.template.source if row_encoder.renderer is not None else None)
+    add([row_encoder.train_on, row_encoder.system_prompt, data.max_length, data.on_overflow, data.packing])
     for example in examples:
         content = asdict(example)
         del content["source"], content["line"]
@@ -69,7 +68,7 @@ def cache_key(examples: Sequence[Example], preparer: RowPreparer, data: DataSect
 def _code_digest() -> str:
     """Digest of frugal's data code: a change of it never reads tokens that older code made."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -82,7 +81,7 @@ def locked(folder: Path, key: str) -> Iterator[None]:
         yield
 
 
-def load(folder: Path, key: str) -> tuple[TokenDataset, SetCount] | None:
+def load(folder: Path, key: str) -> tuple[TokenDataset, DatasetCounts] | None:
     """The entry mapped from its file, or None when there is no complete one."""
     entry = folder / key
     tokens, meta = entry / "tokens.safetensors", entry / "meta.json"
@@ -93,12 +92,12 @@ def load(folder: Path, key: str) -> tuple[TokenDataset, SetCount] | None:
         arrays = map_arrays(tokens)
         with contextlib.suppress(OSError):  # another user's cache may be read-only
             os.utime(meta)  # says that the entry is in use, see `_tidy`
-        return TokenDataset(**{name: arrays[name] for name in _ARRAYS}), SetCount.from_json(stored["count"])
+        return TokenDataset(**{name: arrays[name] for name in _ARRAYS}), DatasetCounts.from_json(stored["count"])
     except (OSError, ModelError, ValueError, KeyError, TypeError):
         return None  # incomplete or of another layout: it is made anew and replaced
 
 
-def store(folder: Path, key: str, dataset: TokenDataset, count: SetCount) -> None:
+def store(folder: Path, key: str, dataset: TokenDataset, count: DatasetCounts) -> None:
     """Write an entry: whole or absent. Raises OSError when there is no room or no right to write."""
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f".{key}.{os.getpid()}.{secrets.token_hex(4)}.tmp"

@@ -16,14 +16,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from frugal.config.models import DataSection
-from frugal.data.account import Account
-from frugal.data.assemble import build_from, make_preparer
-from frugal.data.examples import load_train_eval
-from frugal.data.measure import where
-from frugal.data.preflight import EndCount, TemplateReport, template_report
-from frugal.data.prepare import PreparedRow, RowPreparer
-from frugal.data.types import Example
+from frugal.config import DataSection
+from frugal.data.answer_ends import EndCount, TemplateReport, template_report
+from frugal.data.dataset import where
+from frugal.data.encode import EncodedRow, RowEncoder
+from frugal.data.pipeline import build_from, make_encoder
+from frugal.data.report import DataReport
+from frugal.data.rows import Example
+from frugal.data.sources.mixing import load_train_eval
 
 
 @dataclass(slots=True)
@@ -61,8 +61,8 @@ class PreviewData:
     rows: list[ShownRow]
     lengths: np.ndarray
     """int64: tokens of each training row before packing, or of each answer pair's rows."""
-    account: Account
-    report: TemplateReport
+    report: DataReport
+    template_report: TemplateReport
     max_length: int
     notes: list[str] = field(default_factory=list)
 
@@ -83,27 +83,27 @@ def preview_rows(
     Preference rows are shown as pairs, chosen and rejected, though they cannot be trained yet. Raises what `build`
     raises.
     """
-    train, held_out, account = load_train_eval(data, seed=seed)
+    train, held_out, report = load_train_eval(data, seed=seed)
     if any(example.kind == "preference" for example in [*train, *held_out]):
-        return _preference(data, tokenizer, train, account, rows)
+        return _preference(data, tokenizer, train, report, rows)
     prepared = build_from(
         train,
         held_out,
-        account,
+        report,
         data,
         tokenizer,
         vocab_size=vocab_size if vocab_size is not None else sys.maxsize,
         cache_dir=cache_dir,
         zero_rows=zero_rows,
     )
-    preparer = make_preparer(data, tokenizer, train, Account(sources=account.sources), keep_text=True)
+    row_encoder = make_encoder(data, tokenizer, train, DataReport(sources=report.sources), keep_text=True)
     head = _spread(train, rows)
     shown = [
-        _shown(where(example), row, preparer, data.max_length if example.kind != "text" else len(row.ids))
-        for example, row in zip(head, preparer.prepare(head), strict=True)
+        _shown(where(example), row, row_encoder, data.max_length if example.kind != "text" else len(row.ids))
+        for example, row in zip(head, row_encoder.encode(head), strict=True)
     ]
     lengths = np.diff(prepared.train.doc_starts)
-    return PreviewData(shown, lengths, prepared.account, prepared.template_report, data.max_length)
+    return PreviewData(shown, lengths, prepared.report, prepared.template_report, data.max_length)
 
 
 def _spread(examples: Sequence[Example], rows: int) -> list[Example]:
@@ -118,29 +118,29 @@ def _spread(examples: Sequence[Example], rows: int) -> list[Example]:
 
 
 def _preference(
-    data: DataSection, tokenizer: Any, examples: Sequence[Example], account: Account, rows: int
+    data: DataSection, tokenizer: Any, examples: Sequence[Example], report: DataReport, rows: int
 ) -> PreviewData:
-    preparer = make_preparer(data, tokenizer, examples, account, keep_text=True)
+    row_encoder = make_encoder(data, tokenizer, examples, report, keep_text=True)
     shown: list[ShownRow] = []
     count = EndCount()
     lengths: list[int] = []
     pairs = [example for example in examples if example.kind == "preference"]
     for number, example in enumerate(pairs):
-        for name, row in zip(("chosen", "rejected"), preparer.preference(example), strict=True):
+        for name, row in zip(("chosen", "rejected"), row_encoder.preference(example), strict=True):
             if row.fault:
-                account.drop(row.fault, where(example))
+                report.drop(row.fault, where(example))
             else:
                 count.add(row)
                 lengths.append(len(row.ids))
             if number < rows:
-                shown.append(_shown(f"{where(example)} {name}", row, preparer, data.max_length))
-    account.set("train", pairs=len(pairs), tokens_in=sum(lengths))
-    report = template_report(count, preparer.encoder, preparer.renderer)
+                shown.append(_shown(f"{where(example)} {name}", row, row_encoder, data.max_length))
+    report.set("train", pairs=len(pairs), tokens_in=sum(lengths))
+    ends = template_report(count, row_encoder.encoder, row_encoder.renderer)
     note = "Preference rows are shown and checked; `frugal train` does not train on them yet (TRL's DPOTrainer does)."
-    return PreviewData(shown, np.array(lengths, np.int64), account, report, data.max_length, [note])
+    return PreviewData(shown, np.array(lengths, np.int64), report, ends, data.max_length, [note])
 
 
-def _shown(title: str, row: PreparedRow, preparer: RowPreparer, max_length: int) -> ShownRow:
+def _shown(title: str, row: EncodedRow, row_encoder: RowEncoder, max_length: int) -> ShownRow:
     tokens: list[ShownToken] = []
     if row.starts is not None and row.ends is not None:
         reached = 0
@@ -151,7 +151,9 @@ def _shown(title: str, row: PreparedRow, preparer: RowPreparer, max_length: int)
             text = row.text[begin:end]
             reached = max(reached, end)
             special = start == end
-            tokens.append(ShownToken(preparer.encoder.token(token_id) if special else text, token_id, trained, special))
+            tokens.append(
+                ShownToken(row_encoder.encoder.token(token_id) if special else text, token_id, trained, special)
+            )
     return ShownRow(title, tokens, min(len(tokens), max_length), row.fault)
 
 
@@ -177,11 +179,11 @@ class _View:
         legend = Text("trained", "bold green") if coloured else Text("⟦trained⟧")
         yield Text.assemble("Text that is ", legend, " is learned; the rest is only read.")
         yield histogram_table(preview.lengths, preview.max_length)
-        yield preview.account
-        yield Text(preview.report.line, "bold" if preview.report.end_trained else "bold red")
-        if preview.report.stop_tokens:
-            yield Text(f"generation stops at {', '.join(preview.report.stop_tokens)}")
-        for warning in preview.report.warnings:
+        yield preview.report
+        yield Text(preview.template_report.line, "bold" if preview.template_report.end_trained else "bold red")
+        if preview.template_report.stop_tokens:
+            yield Text(f"generation stops at {', '.join(preview.template_report.stop_tokens)}")
+        for warning in preview.template_report.warnings:
             yield Text(f"warning: {warning}", "yellow")
 
 

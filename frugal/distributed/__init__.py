@@ -1,0 +1,1 @@
+"""Several processes: launch, groups, the strategies (one process, DDP, FSDP2, ZeRO), checks before the first step."""

@@ -1,1 +1,1 @@
-"""What is written to disk: checkpoints, the lock on a run's folder, rotation, merged models, the model card."""
+"""Formats that a trained adapter is written in: one file and one row of `registry.FORMATS` each."""

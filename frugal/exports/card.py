@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from frugal.assets import is_known
+from frugal.assets import is_known, weights_note
 from frugal.checkpoints.run_folder import RunFolder
 from frugal.config import Config
 from frugal.files import read_json
@@ -39,7 +39,7 @@ def adapter_card(
         _front_matter(base, base_folder, library="peft", tags=["frugal", "lora"]),
         f"# {name}",
         "",
-        f"A {method} adapter for `{base}`, trained with frugal.",
+        f"A {method} adapter for `{base}`{weights_note(config.model.base)}, trained with frugal.",
         "",
         *_use(config),
         "",
@@ -105,7 +105,7 @@ def merged_card(run: RunFolder, source: ResolvedModel, report: Sequence[str]) ->
         _front_matter(base, source.path, library="transformers", tags=["frugal", "merged"]),
         f"# {base}, fine-tuned and merged",
         "",
-        f"`{base}` with the adapter of the frugal run `{run.root.name}` merged into its weights.",
+        f"`{base}`{weights_note(source.name)} with the adapter of the frugal run `{run.root.name}` merged in.",
         "It loads with stock transformers. Do not quantise it back to 4 bits expecting the same answers: rounding to 4 "
         "bits can take the update away; use the adapter on the 4-bit base instead.",
         "",

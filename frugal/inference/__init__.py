@@ -1,0 +1,1 @@
+"""Load a finished run or a base, generate, chat."""

@@ -1,226 +1,17 @@
-"""Load a finished run and talk to it: one shot, or a conversation in the terminal."""
+"""Talk to a run: one answer, or a conversation in the terminal."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-import psutil
-import torch
-from transformers import AutoTokenizer
-
-from frugal.checkpoints.run_folder import RunFolder, check_depth, open_run, other_base
-from frugal.config import Config, LoraSection, load_config
-from frugal.data import choose_template
-from frugal.device import Device, probe, resolve_dtype
-from frugal.errors import FrugalError, UnsupportedError
-from frugal.exports.merge_plan import fit_adapter
-from frugal.files import read_json
-from frugal.inference.generate import Messages, answer, as_messages, generate_samples, generation_config
-from frugal.models.build import ModelSpec, build
-from frugal.models.resolve import ResolvedModel, resolve_base
-from frugal.models.tokenizer import load_tokenizer, new_token_ids, rows_needed
-
-__all__ = ["LoadedRun", "chat", "chat_loop", "generate_samples", "load", "load_run"]
+from frugal.errors import FrugalError
+from frugal.inference.generate import Messages, answer, as_messages
+from frugal.inference.load import LoadedRun, load_run
 
 HELP = "Type a message. /reset starts anew, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
-
-
-@dataclass(slots=True)
-class LoadedRun:
-    """A PEFT model with its tokenizer, ready to answer."""
-
-    model: Any
-    """`peft.PeftModel`; `model.generate` of transformers works on it."""
-    tokenizer: Any
-    device: Device
-    system_prompt: str | None = None
-    generation: dict[str, Any] = field(default_factory=dict)
-    """Content of the run's generation_config.json."""
-    warnings: list[str] = field(default_factory=list)
-
-    def __iter__(self) -> Iterator[Any]:
-        """So that ``model, tokenizer = frugal.load(...)`` works."""
-        return iter((self.model, self.tokenizer))
-
-    def answer(
-        self,
-        prompt: str | Messages,
-        *,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        write: Callable[[str], None] | None = None,
-    ) -> str:
-        """The answer to one question, or to a conversation that ends with a question; ``write`` gets each piece."""
-        messages = as_messages(prompt, self.system_prompt) if isinstance(prompt, str) else prompt
-        text, stopped = answer(self.model, self.tokenizer, messages, self._config(max_new_tokens, temperature), write)
-        if stopped:
-            raise KeyboardInterrupt
-        return text.strip()
-
-    def _config(self, max_new_tokens: int, temperature: float) -> Any:
-        return generation_config(
-            self.model,
-            self.tokenizer,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            settings=self.generation,
-        )
-
-
-def load_run(
-    run: str | Path,
-    *,
-    device: str | None = None,
-    base: str | Path | None = None,
-    allow_other_base: bool = False,
-    trust_remote_code: bool = False,
-    trainable: bool = False,
-) -> LoadedRun:
-    """Load a run the way it was trained: same base, same NF4 storage, its adapter, tokenizer and stop ids.
-
-    Args:
-        run: a run folder, a ``checkpoint-N`` folder of it, or an adapter folder of another tool.
-        device: for example "cpu" or "cuda:1"; default: the best one here.
-        base: the base model; wins over what the run stored.
-        allow_other_base: do not warn when the base's weights are not those the run was trained on.
-        trust_remote_code: run code that comes with the base; never taken over from the run's configuration.
-        trainable: leave the adapter's weights trainable.
-
-    Raises:
-        CheckpointError: no adapter there, or its keys or shapes do not fit the base.
-    """
-    opened = open_run(run)
-    source = opened.base_source(base, trust_remote_code=trust_remote_code)
-    check_depth(opened, source)
-    fit_adapter(source.path, opened.adapter, trust_remote_code=trust_remote_code)  # before any weight is read
-    warnings = _warnings(opened, source, allow_other_base, trust_remote_code)
-    tokenizer = _tokenizer(opened, source, trust_remote_code)
-    where = _device(device)
-    asked = opened.config.model.dtype if opened.config is not None else "auto"
-    spec = ModelSpec(
-        source=source,
-        quantize="nf4" if opened.quantized else "none",
-        double_quant=opened.double_quant,
-        dtype=resolve_dtype(asked, where).compute,
-        device=where.torch_device,
-        vocab_size=rows_needed(tokenizer, source.config()),
-        adapter=opened.adapter,
-        trainable=trainable,
-        attention=None,
-        fused=False,
-        split_head=False,
-    )
-    model = build(spec).model
-    if not trainable:
-        model.eval()
-    system = opened.config.data.system_prompt if opened.config is not None else None
-    return LoadedRun(model, tokenizer, where, system, _generation(opened), warnings)
-
-
-def _device(asked: str | None) -> Device:
-    """The device asked for, else the best one here."""
-    if asked is None:
-        return probe()
-    device = torch.device(asked)
-    if device.type == "cpu":
-        return Device("cpu", 0, "CPU", psutil.virtual_memory().total, None, has_bf16=False)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise UnsupportedError(f"device {asked!r} is not here; allowed: cpu, and cuda:N where torch sees a GPU.")
-    with torch.cuda.device(device):
-        return probe()
-
-
-def _warnings(run: RunFolder, source: ResolvedModel, allow_other_base: bool, trust_remote_code: bool) -> list[str]:
-    found = []
-    sentence = other_base(run, source)
-    if sentence is not None and not allow_other_base:
-        found.append(f"{sentence} Answers may be worthless. --allow-other-base silences this.")
-    if run.config is not None and run.config.model.trust_remote_code and not trust_remote_code:
-        found.append("The run was trained with trust_remote_code; it is off here unless you pass it again.")
-    for line in found:
-        print(f"warning: {line}", file=sys.stderr)
-    return found
-
-
-def _tokenizer(run: RunFolder, source: ResolvedModel, trust_remote_code: bool) -> Any:
-    if run.tokenizer_folder is not None:
-        return AutoTokenizer.from_pretrained(str(run.tokenizer_folder), trust_remote_code=trust_remote_code)
-    if run.config is None:
-        return load_tokenizer(source, trust_remote_code=trust_remote_code)
-    return _prepared_tokenizer(run.config, source, trust_remote_code)
-
-
-def _prepared_tokenizer(config: Config, source: ResolvedModel, trust_remote_code: bool) -> Any:
-    """The base's tokenizer with the added tokens and the template of a configuration."""
-    tokenizer = load_tokenizer(source, add_tokens=config.model.add_tokens, trust_remote_code=trust_remote_code)
-    if config.data.chat_template is not None:
-        tokenizer.chat_template = choose_template(config.data.chat_template, tokenizer).source
-    return tokenizer
-
-
-def _generation(run: RunFolder) -> dict[str, Any]:
-    for folder in (run.adapter, run.root):
-        if (folder / "generation_config.json").is_file():
-            return dict(read_json(folder / "generation_config.json"))
-    return {}
-
-
-def load(
-    what: str | Path | Mapping[str, Any] | Config,
-    *,
-    lora: Mapping[str, Any] | None = None,
-    quantize: str = "nf4",
-    device: str | None = None,
-    **options: Any,
-) -> LoadedRun:
-    """A PEFT model and its tokenizer, for notebooks, `transformers.Trainer` and TRL: ``model, tokenizer = load(...)``.
-
-    Args:
-        what: a run or adapter folder (its trained adapter), a configuration (Config, dict, or path of a YAML file), or
-            a base model (fetch name, folder, hub id); the latter two with a fresh adapter that changes nothing yet.
-        lora: fields of the configuration's ``lora`` section, for a base model.
-        quantize: "nf4" or "none", for a base model.
-        options: as `load_run` takes them, for a run or adapter folder.
-    """
-    if isinstance(what, (str, Path)) and (Path(what).expanduser() / "adapter_config.json").is_file():
-        return load_run(what, device=device, **options)
-    if isinstance(what, (str, Path)) and (Path(what).expanduser() / "config.yaml").is_file():
-        return load_run(what, device=device, **options)
-    if options:
-        raise TypeError(f"load() takes {', '.join(options)} for runs only")
-    config: Config
-    if isinstance(what, (Mapping, Config)) or Path(what).suffix in (".yaml", ".yml"):
-        config = load_config(what)
-    else:
-        model = {"base": str(what), "quantize": quantize}
-        config = load_config({"model": model, "lora": dict(lora or {}), "data": {"train": "-"}, "output": {"dir": "-"}})
-    return _load_fresh(config, config.lora, device)
-
-
-def _load_fresh(config: Config, lora: LoraSection, device: str | None) -> LoadedRun:
-    where = _device(device)
-    settings = config.model
-    source = resolve_base(settings.base, settings.revision, trust_remote_code=settings.trust_remote_code)
-    tokenizer = _prepared_tokenizer(config, source, settings.trust_remote_code)
-    spec = ModelSpec(
-        source=source,
-        quantize=settings.quantize,
-        double_quant=settings.bnb_4bit_use_double_quant,
-        dtype=resolve_dtype(settings.dtype, where).compute,
-        device=where.torch_device,
-        vocab_size=rows_needed(tokenizer, source.config()),
-        lora=lora,
-        seed=config.train.seed,
-        new_token_ids=new_token_ids(tokenizer, settings.add_tokens),
-        attention=None,
-        fused=False,
-        split_head=False,
-    )
-    return LoadedRun(build(spec).model, tokenizer, where, config.data.system_prompt)
 
 
 def chat(
@@ -265,7 +56,7 @@ def chat_loop(
 ) -> None:
     """A conversation: streams each answer, keeps the turns. Ctrl-C stops an answer, end of input leaves."""
     source, out = source or sys.stdin, out or sys.stdout
-    config = loaded._config(max_new_tokens, temperature)
+    config = loaded.generation_config(max_new_tokens, temperature)
 
     def write(text: str) -> None:
         out.write(text)

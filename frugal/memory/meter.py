@@ -7,6 +7,10 @@ caching allocator's own statistics give the peak (``detail=True`` follows storag
 What it cannot see: scratch memory that a native kernel takes and gives back inside one operation, and memory that is
 no tensor (allocator rounding, the interpreter, libraries). Operations written in Python (``torch.library`` custom ops,
 those of bitsandbytes among them) are opened, so that their inner tensors count.
+
+torch's own `torch.distributed._tools.mem_tracker.MemTracker` follows storages the same way. It lacks what the planner
+needs: the peak of every allocation site (it keeps snapshots of modules), bytes inside operations written in Python, a
+limit, and recomputation told apart from saved activations.
 """
 
 from __future__ import annotations
@@ -73,11 +77,8 @@ class MeterDispatch(TorchDispatchMode):
     def _is_composite(self, func: Any) -> bool:
         found = self.composite.get(func)
         if found is None:
-            key = "CompositeImplicitAutograd"
-            found = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
-            found = self.composite[func] = found and not torch._C._dispatch_has_kernel_for_dispatch_key(
-                func.name(), "CPU"
-            )
+            found = has_kernel(func, "CompositeImplicitAutograd") and not has_kernel(func, "CPU")
+            self.composite[func] = found
         return found
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -90,15 +91,14 @@ class MeterDispatch(TorchDispatchMode):
         # An operation implemented in Python: go past the mode to its kernel with the mode on again, so that its inner
         # tensors are seen. Its autograd rule ran already, above this mode.
         device = next((x.device.type for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)), "cpu")
-        key = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}.get(device)
-        if key is None or any(isinstance(x, FakeTensor) for x in tree_iter((args, kwargs))):
-            return func(*args, **kwargs)
-        if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key.name):
+        fake = any(isinstance(x, FakeTensor) for x in tree_iter((args, kwargs)))
+        keys = None if fake else kernel_keys(func, device)
+        if keys is None:
             return func(*args, **kwargs)
         self.opened += 1
         try:
             with self:
-                return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+                return func.redispatch(keys, *args, **kwargs)
         finally:
             self.opened -= 1
 
@@ -233,13 +233,13 @@ class LiveBytesMeter:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if module in self._names:
             self._stack.append(self._names[module])
-            self._bounds.append(torch._C._autograd._get_sequence_nr())
+            self._bounds.append(next_sequence_number())
             self._owners.append(self._names[module])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if module in self._names:
             self._stack.pop()
-            self._bounds.append(torch._C._autograd._get_sequence_nr())
+            self._bounds.append(next_sequence_number())
             self._owners.append(self._stack[-1])
 
     def _mark_gradient(self, parameter: torch.Tensor) -> None:
@@ -252,7 +252,7 @@ class LiveBytesMeter:
         """``sources``: storages of the inputs of an operation that may return a view of one of them."""
         if self._watched:
             self._look_again()
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = in_backward_pass()
         if in_backward and not self._in_backward:
             for left in self._live.values():
                 if left.category == TEMPORARIES:
@@ -295,7 +295,7 @@ class LiveBytesMeter:
                 self._resized(storage, self._live[key])
 
     def _site(self, func: Any, in_backward: bool) -> tuple[str, str, Any]:
-        node = torch._C._current_autograd_node() if in_backward else None
+        node = current_autograd_node() if in_backward else None
         if node is None or len(self._stack) > 1:  # a forward, or a forward that runs again inside backward
             return self._stack[-1], "recompute" if in_backward else "", func
         number = node._sequence_nr()
@@ -344,6 +344,11 @@ class LiveBytesMeter:
         if record is not None:
             record.died = self._clock
             self._total -= record.nbytes
+
+    @property
+    def inside_module(self) -> bool:
+        """Whether a forward pass of the model is under way."""
+        return len(self._stack) > 1
 
     # ---- the answer ----------------------------------------------------------------------------------------------
 
@@ -418,3 +423,34 @@ def _site_names(site: tuple[str, str, Any]) -> tuple[str, str]:
     name = ".".join("*" if part.isdigit() else part for part in module.split("."))
     op = func if isinstance(func, str) else str(func).removesuffix(".default")
     return name, f"{node} > {op}" if node else op
+
+
+# ---- what torch keeps private: a new version of torch may move it, and test_private_torch says so ------------------
+
+
+def in_backward_pass() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def current_autograd_node() -> Any:
+    """The autograd node that is evaluated now; None outside a backward pass."""
+    return torch._C._current_autograd_node()
+
+
+def next_sequence_number() -> int:
+    """The sequence number of the next autograd node that this thread creates."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def has_kernel(func: Any, key: str) -> bool:
+    """Whether an operation has a kernel of its own for a dispatch key."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+
+
+def kernel_keys(func: Any, device_type: str) -> Any:
+    """What to redispatch an operation with to reach its kernel on a device; None: it has none there."""
+    key = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}.get(device_type)
+    if key is None or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key.name):
+        return None
+    return torch._C.DispatchKeySet(key)

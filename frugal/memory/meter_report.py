@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
+from frugal.units import gib
+
 WEIGHTS = "weights"
 QUANT_STATE = "quant state"
 ADAPTERS = "adapters"
@@ -61,18 +63,14 @@ class MeterReport:
 
     def table(self, sites: int = 12) -> str:
         """A text table: categories, then the largest allocation sites."""
-        lines = [f"peak {_mb(self.peak_bytes)} at {self.peak_op or 'unknown'}"]
-        lines += [f"  {name:<18} {_mb(count):>10}" for name, count in self.by_category.items()]
+        lines = [f"peak {gib(self.peak_bytes)} at {self.peak_op or 'unknown'}"]
+        lines += [f"  {name:<18} {gib(count):>10}" for name, count in self.by_category.items()]
         if self.sites:
             lines.append("largest at the peak:")
         for site in self.sites[:sites]:
             where = site.module or "(no module)"
-            lines.append(f"  {_mb(site.bytes):>10} {site.tensors:>5} x  {site.category:<18} {where}: {site.op}")
+            lines.append(f"  {gib(site.bytes):>10} {site.tensors:>5} x  {site.category:<18} {where}: {site.op}")
         return "\n".join(lines)
-
-
-def _mb(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
-from frugal.memory.pressure import refuse_when_host_is_full
-from frugal.memory.regions import Regions
 from frugal.memory.scratch import ScratchFile
+from frugal.memory.space import Regions, refuse_when_host_is_full
 from frugal.ops.fake import is_fake
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from frugal.errors import MemoryBudgetError
-from frugal.memory.regions import Regions
+from frugal.memory.space import Regions
+from frugal.units import disk_size
 
 
 class ScratchFile:
@@ -64,8 +65,8 @@ class ScratchFile:
                 raise
             free = shutil.disk_usage(self.folder).free
             raise MemoryBudgetError(
-                f"the scratch file of memory.checkpoint: disk needs {end / 1e9:.2f} GB in {self.folder}, which has "
-                f"{free / 1e9:.2f} GB left. Free some, set memory.scratch_dir to another disk, or shorten the rows."
+                f"the scratch file of memory.checkpoint: disk needs {disk_size(end)} in {self.folder}, which has "
+                f"{disk_size(free)} left. Free some, set memory.scratch_dir to another disk, or shorten the rows."
             ) from error
         self._reserved = end
 

@@ -20,16 +20,18 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from frugal.decision import Decision
 from frugal.errors import UnsupportedError
 from frugal.model_structure import input_device
-from frugal.models.deferred_layers import DeferredLayers
 from frugal.models.equivalence import largest_difference, model_tolerance, probe
+from frugal.models.materialize import DeferredLayers
 from frugal.ops import Choice, attention, choose
 from frugal.ops.fake import is_fake
 from frugal.ops.planned import planned_attention, stands_for_cuda
 
 NAME = "frugal"
 AUTO = "auto"
+_KEY = "attention"
 _WAY_OUT = "set attn_implementation to 'sdpa' for this model"
 
 
@@ -195,19 +197,16 @@ def _masked(
 
 
 @dataclass(frozen=True)
-class AttentionChoice:
-    """Which attention a model runs with, and why."""
+class AttentionDecision(Decision[str]):
+    """Which attention a model runs with: "frugal", or transformers' name of the one that the model keeps."""
 
-    name: str
-    """"frugal", or transformers' name of the one that the model keeps."""
-    reason: str
     by_layer: dict[str, Choice] = field(default_factory=dict)
     """Row of the operations' table by kind of layer ("full" and, where the model has them, "sliding")."""
 
 
 def use_attention(
     model: Any, implementation: str = AUTO, *, prove: bool = True, deferred: DeferredLayers | None = None
-) -> AttentionChoice:
+) -> AttentionDecision:
     """Switch a loaded transformers model to frugal attention where that is exact; else leave it and say why.
 
     Left alone: models whose attention does not go through `AttentionInterface`, attention sinks, dropout in attention,
@@ -219,27 +218,27 @@ def use_attention(
     stands against it.
     """
     before = model.config._attn_implementation
-    choice = _switched(model, before, implementation, prove, deferred)
-    if choice.name == before and implementation != AUTO:
+    decision = _switched(model, before, implementation, prove, deferred)
+    if decision.value == before and implementation != AUTO:
         raise UnsupportedError(
-            f"memory.attention: {implementation} was asked for, but this model keeps {before}: {choice.reason}. "
+            f"memory.attention: {implementation} was asked for, but this model keeps {before}: {decision.reason}. "
             "Write `memory.attention: auto`."
         )
-    return choice
+    return decision
 
 
 def _switched(
     model: Any, before: str, implementation: str, prove: bool, deferred: DeferredLayers | None
-) -> AttentionChoice:
+) -> AttentionDecision:
     name = register(implementation)
     if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
-        return AttentionChoice(before, "the model does not use transformers' AttentionInterface")
+        return AttentionDecision(_KEY, before, "the model does not use transformers' AttentionInterface")
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
     if dropout:
-        return AttentionChoice(before, f"attention_dropout={dropout}")
+        return AttentionDecision(_KEY, before, f"attention_dropout={dropout}")
     if not prove:
         model.set_attn_implementation(name)
-        return AttentionChoice(NAME, "by structure, not proven")
+        return AttentionDecision(_KEY, NAME, "by structure, not proven")
     by_layer = _by_layer(model, implementation)
     error, failure = 0.0, None
     wholes = [contextlib.nullcontext()] if deferred is None else [deferred.only(layer) for layer in deferred.kinds()]
@@ -257,9 +256,9 @@ def _switched(
         failure = str(refusal)
     if failure is None:
         reason = f"logits equal to {before}'s on a random batch (largest difference {error:.1g})"
-        return AttentionChoice(NAME, reason, by_layer)
+        return AttentionDecision(_KEY, NAME, reason, by_layer=by_layer)
     model.set_attn_implementation(before)
-    return AttentionChoice(before, failure)
+    return AttentionDecision(_KEY, before, failure)
 
 
 def _logits(model: Any) -> Tensor:

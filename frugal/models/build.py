@@ -26,11 +26,10 @@ from frugal.adapters.targets import resolve_targets
 from frugal.config import LoraSection
 from frugal.errors import UnsupportedError
 from frugal.model_structure import decoder_layers
-from frugal.models.attention import AttentionChoice, use_attention
-from frugal.models.deferred_layers import NO_LAYERS, not_by_layer
+from frugal.models.attention import AttentionDecision, use_attention
 from frugal.models.head import HeadSpec, split_head
 from frugal.models.load import LoadedBase, Weights, load_base
-from frugal.models.materialize import LoadedTensor
+from frugal.models.materialize import NO_LAYERS, LoadedTensor, not_by_layer
 from frugal.models.modules.host_embedding import decide_embedding
 from frugal.models.replacement import ReplacementReport, replace_modules
 from frugal.models.report import LoadReport
@@ -82,7 +81,7 @@ class BuiltModel:
     """`peft.PeftModel`; without an adapter the base."""
     base: PreTrainedModel
     report: LoadReport
-    attention: AttentionChoice
+    attention: AttentionDecision
     applied: Applied | None
     """What a fresh adapter was put on."""
     replacements: ReplacementReport | None
@@ -119,7 +118,8 @@ def build(spec: ModelSpec, weights: Weights = "files", on_layer: OnLayer | None 
     loaded = _load(spec, weights)
     base, deferred = loaded.model, loaded.deferred
     if spec.attention is None:
-        attention = AttentionChoice(base.config._attn_implementation, "transformers' own, as the model has it")
+        own = base.config._attn_implementation
+        attention = AttentionDecision("attention", own, "transformers' own, as the model has it")
     else:
         attention = use_attention(base, spec.attention, prove=prove, deferred=deferred)
     model, applied = base, None

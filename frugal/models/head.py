@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from frugal.models.equivalence import largest_difference, model_tolerance, probe
 from frugal.models.lora_layers import LoraWeights, gathered, lora_weights, one_adapter, whole_weight
-from frugal.ops import linear_cross_entropy
+from frugal.ops import IGNORE_INDEX, linear_cross_entropy
 from frugal.ops.weights import matmul_t
 
-IGNORE_INDEX = -100
 _PROBE_TOKENS = 5  # each gives a row of logits
 # Names under which transformers' families keep what they do to logits: multiplied by, divided by, capped at.
 _SCALES = ("logit_scale", "lm_head_multiplier")

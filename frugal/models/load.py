@@ -24,10 +24,13 @@ from frugal.codecs.dense import upcast_on_use
 from frugal.codecs.nf4 import NF4Linear
 from frugal.errors import ModelError, UnsupportedError
 from frugal.model_structure import decoder_layers, inside, is_tied, table_names
-from frugal.models.deferred_layers import NO_LAYERS, DeferredLayers, defer, not_by_layer
 from frugal.models.materialize import (
+    NO_LAYERS,
+    DeferredLayers,
     LoadedTensor,
+    defer,
     materialize,
+    not_by_layer,
     pending,
     resident_dtype,
     set_resident_dtypes,
@@ -38,8 +41,6 @@ from frugal.models.report import LoadReport, count_bytes, count_parameters, dtyp
 from frugal.models.resolve import ResolvedModel, stored_tensors
 from frugal.models.skeleton import KeyMap, build_meta, fill_buffers, ignorable, insert_nf4, linear_kinds, map_keys
 from frugal.tensor_files import StoredTensor
-
-__all__ = ["LoadedBase", "Weights", "load_base", "resident_dtype"]
 
 Weights = Literal["files", "layerwise", "meta"]
 """Where weights come from. files: all are read. layerwise: those of decoder layers later, one layer at a time. meta:
@@ -208,16 +209,19 @@ def _refuse_missing(model: PreTrainedModel, source: ResolvedModel, expected: set
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.is_meta and name not in expected}
-    missing = ignorable(model, tensors, missing=True)
-    if missing:
-        shown = ", ".join(missing[:12]) + (f" and {len(missing) - 12} more" if len(missing) > 12 else "")
-        raise ModelError(
-            f"{source.path} does not hold all weights of {type(model).__name__}; missing: {shown}. A model with random "
-            "weights in their place would be useless: get the whole checkpoint, or correct its config.json."
-        )
+    if missing := ignorable(model, tensors, missing=True):
+        raise _incomplete(model, source, missing)
     for name, tensor in tensors.items():  # harmless when missing, by the class's own word, but not without memory
         owner, _, part = name.rpartition(".")
         set_tensor(model.get_submodule(owner), part, torch.zeros(tensor.shape, dtype=tensor.dtype))
+
+
+def _incomplete(model: PreTrainedModel, source: ResolvedModel, missing: list[str]) -> ModelError:
+    shown = ", ".join(missing[:12]) + (f" and {len(missing) - 12} more" if len(missing) > 12 else "")
+    return ModelError(
+        f"{source.path} does not hold all weights of {type(model).__name__}; missing: {shown}. A model with random "
+        "weights in their place would be useless: get the whole checkpoint, or correct its config.json."
+    )
 
 
 def _through_transformers(
@@ -234,9 +238,7 @@ def _through_transformers(
     )
     bad = ignorable(model, info["missing_keys"], missing=True) + [str(key) for key in info["mismatched_keys"]]
     if bad:
-        raise ModelError(
-            f"{source.path} does not hold all weights of {type(model).__name__}; missing: {', '.join(bad[:12])}."
-        )
+        raise _incomplete(model, source, bad)
     report.unexpected = ignorable(model, info["unexpected_keys"], missing=False)
     for name in report.quantized:
         linear = model.get_submodule(name)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from frugal.assets import weights_note
 from frugal.codecs.base import EncodedModule, encoded_parts
+from frugal.units import gib
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -72,15 +74,16 @@ class LoadReport:
 
     def lines(self) -> list[str]:
         """A few lines for the terminal."""
-        kinds = ", ".join(f"{kind} {count / 1e6:.1f} MB" for kind, count in self.bytes_by_kind.items())
+        kinds = ", ".join(f"{kind} {gib(count)}" for kind, count in self.bytes_by_kind.items())
         lines = [
-            f"{self.base}: {self.architecture}, {self.parameters / 1e6:.1f} M weights, {self.total_bytes / 1e6:.1f} MB "
+            f"{self.base}{weights_note(self.base)}: {self.architecture}, {self.parameters / 1e6:.1f} M weights, "
+            f"{gib(self.total_bytes)} "
             f"in memory ({kinds})",
             f"weights {'NF4' if self.quantized else 'as in the checkpoint'}, compute {self.compute_dtype}, "
             f"adapters {self.adapter_dtype}; {len(self.quantized)} layers quantised, {len(self.kept)} kept",
         ]
         if self.host_bytes:
-            lines.append(f"embedding table ({self.host_bytes / 1e6:.1f} MB) in host memory, rows in use are copied")
+            lines.append(f"embedding table ({gib(self.host_bytes)}) in host memory, rows in use are copied")
         if self.route != "streamed":
             lines.append(f"loaded through transformers: {self.route_reason}")
         if self.remote_code:

@@ -5,7 +5,7 @@ Nothing here knows transformers or peft.
 
 from frugal.ops.attention import attention, attention_reference
 from frugal.ops.gated_mlp import gated_mlp, gated_mlp_reference
-from frugal.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from frugal.ops.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy, linear_cross_entropy_reference
 from frugal.ops.lora_linear import lora_linear, lora_linear_reference
 from frugal.ops.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from frugal.ops.projection import Projection
@@ -13,6 +13,7 @@ from frugal.ops.rope import rope, rope_joint, rope_pair, rope_reference
 from frugal.ops.table import Choice, choose
 
 __all__ = [
+    "IGNORE_INDEX",
     "Choice",
     "Projection",
     "attention",

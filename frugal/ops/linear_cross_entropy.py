@@ -23,6 +23,9 @@ from frugal.ops.fake import is_fake
 from frugal.ops.planned import planned_targets, sampled
 from frugal.ops.weights import Weight, row_blocks
 
+IGNORE_INDEX = -100
+"""Label of a position that is no target, as torch and transformers have it."""
+
 Reduction = Literal["sum", "mean", "none"]
 # One chunk of logits. Every chunk reads (or dequantises, or widens) the whole head: a few hundred tokens make up for
 # it.
@@ -37,7 +40,7 @@ def linear_cross_entropy_reference(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
@@ -170,7 +173,7 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     label_smoothing: float = 0.0,

@@ -1,7 +1,7 @@
-"""Peaks by allocation site: what was live at each place's highest moment, and how that goes on with layers and tokens.
+"""Peaks by allocation site: what was live at each site's highest moment, extrapolated over layers and tokens.
 
-Every site's own peak is continued along a straight line. The largest site *after* continuing is the peak: which one
-that is may well change with layers or tokens.
+Every site's own peak is extrapolated linearly. The largest site *after* that is the peak: which one it is may well
+change with layers or tokens.
 """
 
 from __future__ import annotations
@@ -23,23 +23,27 @@ Sites = dict[Site, tuple[float, dict[str, float]]]
 """Site -> (highest total in bytes, its categories)."""
 
 
-class _Planned(MeterDispatch):
-    """Answers a model that asks tensors without memory a yes-or-no question.
+class _AnswersForValues(MeterDispatch):
+    """Answers those who read a value of a tensor without memory.
 
     transformers asks whether a row is one document (fake tensors are left out there, plain meta tensors are not). Yes:
-    documents are told by their offsets.
+    documents are told by their offsets. A training step reads loss, number of targets and norm, outside of the model:
+    1, so that it goes on. What a model reads besides is an error, as without this: its memory might depend on it.
     """
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype is torch.bool:
-            return True
+        if func is torch.ops.aten._local_scalar_dense.default:
+            if args[0].is_meta and args[0].dtype is torch.bool:
+                return True
+            if not self.meter.inside_module:
+                return 1.0 if args[0].dtype.is_floating_point else 1
         return super()._call(func, args, kwargs)
 
 
 class SiteMeter(LiveBytesMeter):
     """A live-bytes meter that remembers, for every allocation site, the highest total at which it stood."""
 
-    dispatch_class = _Planned
+    dispatch_class = _AnswersForValues
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._best: dict[tuple[str, str, Any], tuple[int, int]] = {}
@@ -52,7 +56,7 @@ class SiteMeter(LiveBytesMeter):
             if best is None or self._total > best[0]:
                 self._best[site] = (self._total, self._clock)
 
-    def outcome(self) -> Sites:
+    def sites(self) -> Sites:
         """Totals and categories of every site's highest moment."""
         found: dict[Site, tuple[int, int]] = {AT_REST: (self._start, 0)}
         for (module, node, func), best in self._best.items():
@@ -90,8 +94,8 @@ class Peak:
     """The operation, after the autograd node in backward."""
 
 
-def without(sites: Sites, category: str, nbytes: float) -> Sites:
-    """The same moments when ``nbytes`` of ``category`` do not exist yet."""
+def subtract(sites: Sites, category: str, nbytes: float) -> Sites:
+    """Take ``nbytes`` of ``category`` off every moment."""
     return {
         site: (total - nbytes, {**cats, category: cats.get(category, 0.0) - nbytes})
         for site, (total, cats) in sites.items()
@@ -99,14 +103,14 @@ def without(sites: Sites, category: str, nbytes: float) -> Sites:
 
 
 def rest_without_gradients(sites: Sites) -> Sites:
-    """What exists before a window begins: a second micro-batch finds gradients, the window's first does not."""
+    """Take gradients off what exists before a step: its second micro-batch finds them, the first does not."""
     total, cats = sites[AT_REST]
     rest = {name: count for name, count in cats.items() if name != GRADIENTS}
     return {**sites, AT_REST: (total - cats.get(GRADIENTS, 0.0), rest)}
 
 
-def joined(runs: Iterable[Sites]) -> Sites:
-    """Parts of one phase: what exists before the first part, and of each site its highest moment in any part."""
+def merge(runs: Iterable[Sites]) -> Sites:
+    """Join the parts of a phase: what exists before the first part, and of each site its highest moment in any."""
     found: Sites = {}
     for part in runs:
         for site, moment in part.items():
@@ -115,8 +119,8 @@ def joined(runs: Iterable[Sites]) -> Sites:
     return found
 
 
-def continued(x1: float, x2: float, low: Sites, high: Sites, x: float) -> Sites:
-    """Every site's straight line through two points, at ``x``. Sites that only one run has stay out."""
+def extrapolate(x1: float, x2: float, low: Sites, high: Sites, x: float) -> Sites:
+    """Extrapolate every site linearly through two points to ``x``. Sites that only one run has stay out."""
 
     def at(a: float, b: float) -> float:
         return a + (b - a) * (x - x1) / (x2 - x1)
@@ -147,7 +151,7 @@ class TokenLine:
 
     def at(self, tokens: float) -> Peak:
         """Forecast at ``tokens``."""
-        return highest(continued(self.tokens1, self.tokens2, self.low, self.high, tokens))
+        return highest(extrapolate(self.tokens1, self.tokens2, self.low, self.high, tokens))
 
     def slope_and_fixed(self, tokens: int) -> tuple[float, float]:
         """(bytes per further token, bytes without tokens) of the site that is the highest at ``tokens``."""

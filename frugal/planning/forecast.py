@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from frugal.planning.allocation_sites import Peak
+from frugal.planning.allocation_sites import Peak, TokenLine
 from frugal.planning.inputs import Planned
-from frugal.planning.network import Network
-from frugal.planning.sharding import Sharing
+from frugal.planning.sharding import Network, Sharing
 from frugal.planning.simulated_model import Policy, Shape
 
 
@@ -33,6 +34,51 @@ class Longest:
         return {"max_tokens": self.tokens, "bytes_per_token": round(self.bytes_per_token),
                 "fixed_bytes": round(self.fixed_bytes), "host_bytes": self.host_bytes, "held_by": self.held_by,
                 "confirmed": self.confirmed}  # fmt: skip
+
+
+MOST_RUNS = 8
+CLOSE = 0.002
+"""How near to the budget the longest row is looked for."""
+
+
+def longest_row(
+    policy: Policy,
+    line: TokenLine,
+    *,
+    budget_bytes: int,
+    exact_from: int,
+    peak_bytes: Callable[[int], int],
+    host_need: Callable[[int], int],
+    host_bytes: int,
+    confirm: bool = False,
+) -> Longest:
+    """Find the longest row under ``policy``: by the line over the tokens, and by direct runs at the answer.
+
+    A line is exact from ``exact_from`` tokens on, once every workspace has its full size. Below that length, and with
+    ``confirm``, direct runs (``peak_bytes`` of a row of so many tokens) lead to the answer. ``host_need`` of so many
+    tokens stays within ``host_bytes`` (0: not known).
+    """
+    slope, fixed = line.slope_and_fixed(max(line.most_tokens(budget_bytes), 2 * exact_from))
+    guess, most, confirmed = line.most_tokens(budget_bytes), 0, False
+    if guess >= exact_from and not confirm:
+        most = guess
+    for _ in range(MOST_RUNS):
+        if guess <= most:
+            break
+        gap = budget_bytes - peak_bytes(guess)
+        if gap >= 0:
+            most, confirmed = guess, gap <= CLOSE * budget_bytes
+            if confirmed:
+                break
+        guess += round(gap / slope) if gap >= 0 else min(-1, math.floor(gap / slope))
+    held_by = "device"
+    if host_bytes and host_need(most) > host_bytes:
+        held_by, low = "host", 0
+        while most - low > 1:
+            middle = (low + most) // 2
+            low, most = (middle, most) if host_need(middle) <= host_bytes else (low, middle)
+        most = low
+    return Longest(policy, most, slope, fixed, host_need(most), confirmed, held_by)
 
 
 def longest_of(rows: dict[Policy, Longest]) -> Longest:

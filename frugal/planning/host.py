@@ -1,15 +1,40 @@
-"""Host memory and disk of a run, from sizes: what is pinned, read, written, and when."""
+"""What the simulated tensors leave out: stated allowances on the device, host memory and disk by purpose.
+
+CUDA numbers are typical of NVIDIA drivers with torch 2.9 to 2.13 and were not measured here: a run notes its own peak
+beside the forecast, which is how they are to be corrected. `docs/memory.md` says where each comes from.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from frugal.memory.offload import SLAB_BYTES
-from frugal.memory.regions import Regions
+from frugal.memory.space import Regions
 from frugal.models.materialize import LoadedTensor
-from frugal.planning.overhead import PROCESS_BYTES
 
+_MIB = 1 << 20
+CUDA_CONTEXT_BYTES = 550 * _MIB  # context and loaded kernels of torch, cuBLAS and bitsandbytes
+CUBLAS_WORKSPACE_BYTES = {True: 32 * _MIB, False: 9 * _MIB}  # compute capability 9.0 and later, earlier
+ROUNDING = 0.015  # blocks are cut to 512 bytes, segments to 2 MiB, and freed ones do not always fit the next
+PROCESS_BYTES = {"cpu": 600 * _MIB, "cuda": 2300 * _MIB}  # resident memory of Python, torch (and CUDA's libraries)
 MERGE_BLOCKS = 3  # one tensor of the base in its dtype, and fp32 blocks of it and of the update
+
+
+def device_allowance(kind: str, capability: tuple[int, int] | None, peak_bytes: int) -> dict[str, int]:
+    """Bytes on the device besides tensors, by what they are; on a CPU they are the process itself."""
+    if kind == "cpu":
+        return {"process": PROCESS_BYTES["cpu"]}
+    return {
+        "context": CUDA_CONTEXT_BYTES,
+        "cublas workspace": CUBLAS_WORKSPACE_BYTES[capability is None or capability >= (9, 0)],
+        "rounding and fragmentation": int(ROUNDING * peak_bytes),
+    }
+
+
+def tensor_budget(kind: str, capability: tuple[int, int] | None, total_bytes: int) -> int:
+    """Bytes that tensors may take on a device of ``total_bytes``: what `device_allowance` leaves."""
+    fixed = sum(device_allowance(kind, capability, 0).values())
+    return max(0, int((total_bytes - fixed) / (1.0 if kind == "cpu" else 1 + ROUNDING)))
 
 
 @dataclass(frozen=True)
@@ -33,6 +58,30 @@ class Sizes:
     """Of an embedding table that waits on the host."""
     shards_bytes: int = 0
     """Of a rank's shards and optimizer state that rest on the host."""
+    ranks: int = 1
+    """Of the run on this machine."""
+
+
+@dataclass(frozen=True)
+class HostForecast:
+    """Host memory and disk of a run, in bytes."""
+
+    by_purpose: dict[str, int]
+    """Host memory of one rank."""
+    phases: dict[str, int]
+    """Peak of all ranks of a machine in each phase."""
+    disk: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest phase."""
+        return max(self.phases.values())
+
+
+def forecast(sizes: Sizes, tensors: list[LoadedTensor]) -> HostForecast:
+    """Host memory and disk of a run of these ``sizes`` that loads ``tensors``."""
+    by_purpose = host_bytes(sizes, tensors)
+    return HostForecast(by_purpose, host_phases(by_purpose, merge_bytes(tensors), sizes.ranks), disk_bytes(sizes))
 
 
 def offloaded_bytes(sizes: Sizes) -> int:

@@ -13,12 +13,12 @@ from huggingface_hub import errors as hub
 from transformers import AutoConfig
 
 from frugal.assets import is_known
-from frugal.config.sizes import parse_size
 from frugal.device import Device, DtypeChoice, probe, resolve_dtype
 from frugal.errors import ModelError, UnsupportedError
 from frugal.gpus import find_gpu
 from frugal.ops.planned import PlannedDevice
 from frugal.planning.architectures import architectures, known_architecture
+from frugal.units import nominal_gib, parse_size
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def planned_device(dtype: str, *, gpu: str | None, vram: str | None, host_ram: s
     if known is not None:
         total = total or known.total_bytes
     capability = known.capability if known is not None else (8, 0)
-    name = known.name if known is not None else f"a GPU of {total / (1 << 30):.4g} GB"
+    name = known.name if known is not None else f"a GPU of {nominal_gib(total)}"
     device = Device("cuda", 0, name, total, capability, has_bf16=capability >= (8, 0))
     return Planned(name, "cuda", capability, total, host, resolve_dtype(dtype, device))
 

@@ -5,9 +5,10 @@ An `.svg` stands alone; an `.html` page puts the table beside it. Light and dark
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
 from pathlib import Path
+
+from markupsafe import Markup
 
 from frugal.errors import ConfigError
 from frugal.files import write_text
@@ -24,15 +25,15 @@ from frugal.memory.meter_report import (
 )
 from frugal.planning.allocation_sites import TokenLine
 from frugal.planning.forecast import longest_of
-from frugal.planning.overhead import tensor_budget
+from frugal.planning.host import tensor_budget
 from frugal.planning.planner import Planner
-from frugal.planning.show import gb
 from frugal.planning.simulated_model import Policy
 from frugal.planning.sweep import SWEEP_GB, SweepRow, sweep
-from frugal.web.charts import Area, area_chart, legend_svg
+from frugal.units import GIB, gib, nominal_gib
+from frugal.web.charts import Series, chart
+from frugal.web.pages import render
 
 POINTS = 96
-GIB = 1 << 30
 _PARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("weights", (WEIGHTS, QUANT_STATE), "p1"),
     ("adapters, gradients, optimizer", (ADAPTERS, GRADIENTS, OPTIMIZER), "p2"),
@@ -55,7 +56,7 @@ class Drawing:
 
     title: str
     policy: Policy
-    areas: list[Area]
+    areas: list[Series]
     budgets: list[SweepRow]
 
 
@@ -72,57 +73,47 @@ def drawing(planner: Planner) -> Drawing:
     return Drawing(title, policy, _areas(line, until), shown)
 
 
-def _areas(line: TokenLine, until: int) -> list[Area]:
+def _areas(line: TokenLine, until: int) -> list[Series]:
     lengths = [max(1, round(until * i / (POINTS - 1))) for i in range(POINTS)]
     peaks = [line.at(length) for length in lengths]
     areas = []
     for name, categories, css in _PARTS:
         values = [sum(peak.by_category.get(c, 0) for c in categories) / GIB for peak in peaks]
-        areas.append(Area(name, css, list(zip(map(float, lengths), values, strict=True))))
+        areas.append(Series(name, css, list(zip(map(float, lengths), values, strict=True))))
     assert {c for _, categories, _ in _PARTS for c in categories} == set(CATEGORIES)
     return areas
 
 
-def render(found: Drawing, kind: str, capability: tuple[int, int] | None) -> str:
+def render_svg(found: Drawing, kind: str, capability: tuple[int, int] | None) -> Markup:
     """The drawing as one `<svg>`."""
     marks = [
         (
             float(row.max_tokens),
             tensor_budget(kind, capability, row.total_bytes) / GIB,
-            f"{row.total_bytes / GIB:.0f} GB: {row.max_tokens:,}",
+            f"{nominal_gib(row.total_bytes)}: {row.max_tokens:,}",
         )
         for row in found.budgets
     ]
-    body = area_chart(
+    return chart(
         found.areas,
+        x_label="tokens of a row",
+        y_label="GiB",
+        stacked=True,
         marks=marks,
         title=found.title,
         subtitle=f"against the length of a row, checkpoint: {found.policy}; dashed: the longest row of a device",
-        x_label="tokens of a row",
-        y_label="GB",
+        style=STYLE,
     )
-    keys = legend_svg(found.areas)
-    return body.replace("</svg>", f"{keys}</svg>").replace(">", f"><style>{STYLE}</style>", 1)
 
 
 def draw(planner: Planner, path: Path) -> None:
     """Write the picture. Raises ConfigError for an ending other than .svg or .html."""
     ending = path.suffix.lower()
     if ending not in (".svg", ".html"):
-        raise ConfigError(f"--picture {path}: pictures are written as .svg or .html. Name the file so.")
+        raise ConfigError(f"--picture {path}: expected a file name that ends in .svg or .html.")
     found = drawing(planner)
-    svg = render(found, planner.device.kind, planner.device.capability)
-    write_text(path, svg if ending == ".svg" else _page(found, svg))
-
-
-def _page(found: Drawing, svg: str) -> str:
-    rows = "".join(
-        f"<tr><td>{row.total_bytes / GIB:.0f} GB</td><td>{row.max_tokens:,}</td><td>{gb(row.host_bytes)}</td></tr>"
-        for row in found.budgets
-    )
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(found.title)}</title>'
-        "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:900px;margin:2em auto;padding:0 1em;"
-        "color-scheme:light dark}td,th{text-align:right;padding:4px 14px}</style></head><body>"
-        f"{svg}<table><tr><th>device</th><th>longest row</th><th>host</th></tr>{rows}</table></body></html>\n"
-    )
+    picture = render_svg(found, planner.device.kind, planner.device.capability)
+    if ending == ".html":
+        rows = [[nominal_gib(row.total_bytes), f"{row.max_tokens:,}", gib(row.host_bytes)] for row in found.budgets]
+        picture = render("plan.html", title=found.title, picture=picture, rows=rows)
+    write_text(path, picture)

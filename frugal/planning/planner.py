@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from frugal.checkpoints.rotation import STATE_BYTES, kept_at_once
 from frugal.config import Config
 from frugal.ops.gated_mlp import TILE_BYTES
 from frugal.ops.head_groups import WORKSPACE_BYTES
 from frugal.ops.linear_cross_entropy import CHUNK_BYTES
+from frugal.planning import host
 from frugal.planning.allocation_sites import Peak, TokenLine
-from frugal.planning.around import host_of, network_of
-from frugal.planning.forecast import Longest, Plan, longest_of
+from frugal.planning.forecast import Longest, Plan, longest_of, longest_row
+from frugal.planning.host import HostForecast, device_allowance, tensor_budget
 from frugal.planning.inputs import Planned, architecture, dtype_name
-from frugal.planning.loading import load_peak
-from frugal.planning.overhead import device_allowance, tensor_budget
-from frugal.planning.sharding import Sharing, StrategyName, Units, units_of
-from frugal.planning.simulate import Simulation
+from frugal.planning.sharding import Network, Sharing, StrategyName, Units, units_of
+from frugal.planning.simulate import MemorySimulator, load_peak
 from frugal.planning.simulated_model import PHASES, Phase, Policy, Shape
 
 __all__ = ["POLICIES", "Plan", "Planner", "Policy"]
@@ -27,9 +26,6 @@ POLICIES: tuple[Policy, ...] = ("none", "recompute", "offload", "disk")
 """From the fastest to the leanest."""
 SHORTEST_LINE = 4096
 RNG_BYTES = 5056
-MOST_RUNS = 8
-CLOSE = 0.002
-"""How near to the budget the longest row is looked for."""
 
 
 @dataclass
@@ -49,14 +45,14 @@ class Planner:
     world_size: int = 1
     """Ranks of the run; what is planned is one of them."""
     strategy: StrategyName | None = None
-    """How they share it; None: as `frugal.planning.strategy` chooses."""
+    """How they share it; None: as `frugal.planning.api.choose_strategy` says."""
     shard_base: bool | None = None
     """Whether FSDP2 and ZeRO-3 cut the frozen base too; None: where it does not fit each GPU whole."""
     offload: bool = False
     """Whether shards and optimizer state rest on the host (fsdp2, zero)."""
     gpus_per_host: int | None = None
     """Ranks on one machine; None: all, up to eight."""
-    simulations: dict[Policy, Simulation] = field(default_factory=dict, repr=False)
+    simulations: dict[Policy, MemorySimulator] = field(default_factory=dict, repr=False)
     """Of one process each; shared by planners that differ in how the run is shared."""
     strategy_reason: str = ""
     """Why strategy and shard_base are what they are."""
@@ -105,16 +101,16 @@ class Planner:
             self.offload,
         )
 
-    def simulation(self, policy: Policy) -> Simulation:
+    def simulation(self, policy: Policy) -> MemorySimulator:
         """The configuration under a policy, on one rank."""
         found = copy.copy(self._single(policy))  # what was run is shared
         found.sharing = self.sharing
         return found
 
-    def _single(self, policy: Policy) -> Simulation:
+    def _single(self, policy: Policy) -> MemorySimulator:
         if policy not in self.simulations:
             config = self.config
-            self.simulations[policy] = Simulation(
+            self.simulations[policy] = MemorySimulator(
                 self.architecture,
                 config.model,
                 config.lora,
@@ -159,39 +155,17 @@ class Planner:
         return max(SHORTEST_LINE, 1 << int(max(2 * tile, 2 * chunk, workspace)).bit_length())
 
     def longest_row(self, policy: Policy, budget_bytes: int | None = None, *, confirm: bool = False) -> Longest:
-        """The longest row under ``policy``: by the line over the tokens, and by direct runs at the answer.
-
-        A line is exact once every workspace has its full size. Below that length, and with ``confirm``, direct runs
-        lead to the answer.
-        """
-        budget = self.budget_bytes if budget_bytes is None else budget_bytes
-        line = self.line(policy)
-        slope, fixed = line.slope_and_fixed(max(line.most_tokens(budget), 2 * self.line_length))
-        guess, most, confirmed = line.most_tokens(budget), 0, False
-        if guess >= self.line_length and not confirm:
-            most = guess
-        for _ in range(MOST_RUNS):
-            if guess <= most:
-                break
-            gap = budget - self.step_peak(policy, Shape(1, guess)).bytes
-            if gap >= 0:
-                most, confirmed = guess, gap <= CLOSE * budget
-                if confirmed:
-                    break
-            guess += round(gap / slope) if gap >= 0 else min(-1, math.floor(gap / slope))
-        held_by = "device"
-        if self.device.host_bytes and self.host_need(policy, most) > self.device.host_bytes:
-            held_by, most = "host", self._most_on_host(policy, most)
-        return Longest(policy, most, slope, fixed, self.host_need(policy, most), confirmed, held_by)
-
-    def _most_on_host(self, policy: Policy, most: int) -> int:
-        """The largest number of tokens below ``most`` whose host memory fits."""
-        low = 0
-        while most - low > 1:
-            middle = (low + most) // 2
-            fits = self.host_need(policy, middle) <= self.device.host_bytes
-            low, most = (middle, most) if fits else (low, middle)
-        return low
+        """The longest row under ``policy``, see `frugal.planning.forecast.longest_row`."""
+        return longest_row(
+            policy,
+            self.line(policy),
+            budget_bytes=self.budget_bytes if budget_bytes is None else budget_bytes,
+            exact_from=self.line_length,
+            peak_bytes=lambda tokens: self.step_peak(policy, Shape(1, tokens)).bytes,
+            host_need=lambda tokens: self.host(policy, tokens).peak_bytes,
+            host_bytes=self.device.host_bytes,
+            confirm=confirm,
+        )
 
     @property
     def policies(self) -> list[Policy]:
@@ -202,10 +176,37 @@ class Planner:
         # Host memory is the device of a CPU run: keeping inputs there saves nothing.
         return [p for p in POLICIES if p != "offload" or self.device.kind != "cpu"]
 
-    def host_need(self, policy: Policy, tokens: int) -> int:
-        """Highest phase of host memory."""
-        _, phases, _ = host_of(self, policy, tokens)
-        return max(phases.values())
+    def host(self, policy: Policy, tokens: int) -> HostForecast:
+        """Host memory and disk, with micro-batches of ``tokens``."""
+        sim = self.simulation(policy)
+        parameters, trained = sim.numbers()
+        output = self.config.output
+        saves = 2 if self.optimizer_steps is None else -(-self.optimizer_steps // (output.save_steps or 10**9))
+        sizes = host.Sizes(
+            kind=self.device.kind,
+            layers=sim.layers,
+            hidden_size=int(self.architecture.get_text_config().hidden_size),
+            itemsize=self.device.dtype.compute.itemsize,
+            tokens=tokens,
+            policy=policy,
+            trained_bytes=4 * trained,
+            checkpoint_bytes=int(trained * (4 + STATE_BYTES[self.config.train.optim])) + 1_000_000,
+            kept_checkpoints=kept_at_once(output.save_total_limit, output.keep_best, max(saves, 1)),
+            base_parameters=parameters,
+            dataset_bytes=self.dataset_bytes,
+            embedding_bytes=sim.built(sim.counts[-1]).fake.host_embedding_bytes,
+            shards_bytes=0 if sim.sharing is None else sim.sharing.host_bytes,
+            ranks=self.ranks_per_host,
+        )
+        return host.forecast(sizes, sim.parts())
+
+    @property
+    def network(self) -> Network | None:
+        """Traffic of one of several ranks."""
+        if self.sharing is None:
+            return None
+        hosts = -(-self.world_size // self.ranks_per_host)
+        return Network(self.sharing.sent_bytes(), self.ranks_per_host, hosts)
 
     def choose_policy(self) -> tuple[Policy, dict[str, int]]:
         """The configured policy; for ``auto`` the fastest that fits, else the leanest; and the peaks looked at."""
@@ -215,7 +216,9 @@ class Planner:
         tried: dict[str, int] = {}
         for policy in candidates:
             tried[policy] = self.step_peak(policy).bytes
-            on_host = self.device.host_bytes == 0 or self.host_need(policy, self.shape.tokens) <= self.device.host_bytes
+            on_host = (
+                self.device.host_bytes == 0 or self.host(policy, self.shape.tokens).peak_bytes <= self.device.host_bytes
+            )
             if tried[policy] <= self.budget_bytes and on_host:
                 return policy, tried
         return candidates[-1], tried
@@ -231,8 +234,8 @@ class Planner:
         rest = sim.at_rest("steady_step", shape)
         parameters, trained = sim.numbers()
         load = self.load_peak(policy)
-        # copies of the adapter and of generators' states are on the host, which on a CPU run is the device
-        copies = 4 * trained + RNG_BYTES if self.device.kind == "cpu" else 0
+        # copies of generators' states are on the host, which on a CPU run is the device; tensors there are not copied
+        copies = RNG_BYTES if self.device.kind == "cpu" else 0
         save = Peak(rest + copies, {"at rest": rest, "temporaries": copies}, "", "writing a checkpoint")
         ordered = {
             "load": load,
@@ -245,7 +248,7 @@ class Planner:
             best = longest_of(longest)
             longest[best.policy] = self.longest_row(best.policy, confirm=True)
         peak = max(p.bytes for p in ordered.values())
-        by_purpose, on_host, disk = host_of(self, policy, shape.tokens)
+        around = self.host(policy, shape.tokens)
         return Plan(
             base=self.config.model.base,
             device=self.device,
@@ -256,23 +259,18 @@ class Planner:
             longest=longest,
             budget_bytes=self.budget_bytes,
             allowance=device_allowance(self.device.kind, self.device.capability, peak),
-            host=by_purpose,
-            host_phases=on_host,
-            disk=disk,
+            host=around.by_purpose,
+            host_phases=around.phases,
+            disk=around.disk,
             parameters=parameters,
             trained=trained,
             compute=dtype_name(self.device.dtype.compute),
             tried=tried,
             sharing=sim.sharing,
             strategy_reason=self.strategy_reason,
-            network=network_of(self, policy),
+            network=self.network,
             ranks_per_host=self.ranks_per_host,
         )
-
-    def with_memory(self, **changes: Any) -> Planner:
-        """The same run with other values in its memory section."""
-        memory = self.config.memory.model_copy(update=changes)
-        return self.with_config(self.config.model_copy(update={"memory": memory}))
 
     def with_config(self, config: Config) -> Planner:
         """Another configuration; nothing that was simulated holds for it."""

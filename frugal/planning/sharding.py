@@ -18,7 +18,7 @@ from frugal.distributed.fsdp2 import own_units
 from frugal.memory.meter_report import ADAPTERS, GRADIENTS, OPTIMIZER, QUANT_STATE, TEMPORARIES, WEIGHTS
 from frugal.model_structure import decoder_layers
 from frugal.planning.allocation_sites import AT_REST, Site, Sites
-from frugal.planning.simulated_model import Built, StepPart
+from frugal.planning.simulated_model import SimulatedModel, StepPart
 
 StrategyName = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 STRATEGIES: tuple[StrategyName, ...] = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
@@ -68,7 +68,7 @@ class Units:
         return self.layers * self.layer_trained + self.root_trained
 
 
-def units_of(built: Built, layers: int) -> Units:
+def units_of(built: SimulatedModel, layers: int) -> Units:
     """Units of the whole model of ``layers`` layers, from one with few."""
     module = built.module
     named = decoder_layers(module)
@@ -158,7 +158,7 @@ class Sharing:
 
     @property
     def gradients_wait(self) -> bool:
-        """Whether gradients of a window's first micro-batches are kept whole until its last."""
+        """Whether gradients of a step's first micro-batches are kept whole until its last."""
         return self.accumulation > 1 and not (self.strategy == "fsdp2" and self.shard_base)
 
     @property
@@ -205,13 +205,43 @@ class Sharing:
             # the layer, torch's flat buffer it was cut from, and the next layer's
             "layer in forward": (3 if flat else 2) * units.layer,
             # the layer, the flat buffer of the one before, and a layer's gradients on their way; those that have waited
-            # for the end of a window are whole and counted as gradients
+            # for the end of a step are whole and counted as gradients
             "layer in backward": 2 * units.layer + (0 if self.gradients_wait else 2 * units.layer_trained),
             "embedding": (2 if flat else 1) * units.embedding,
             "head": units.head,
             # in one tensor, without a flat buffer, where its rows divide
             "head arriving": (2 if flat and units.head_rows % self.world_size else 1) * units.head,
         }
+
+    # ---- what a rank sends ------------------------------------------------------------------------------------------
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes that one rank sends in an optimizer step, by kind.
+
+        Counted as rings do it: gathering or scattering B bytes over N ranks sends B (N - 1) / N from every rank, an
+        all-reduce twice that.
+        """
+        units, micro_batches = self.units, self.accumulation
+        part = (self.world_size - 1) / self.world_size
+        trained = units.trained * part
+        if self.strategy == "ddp":
+            return {"all-reduce of gradients": round(2 * trained)}
+        if self.strategy in ("zero1", "zero2"):  # DeepSpeed reduces to all ranks (measured: benchmarks/sharding.py)
+            return {"all-reduce of gradients": round(2 * trained), "all-gather of adapters": round(trained)}
+        found = {"reduce-scatter of gradients": trained}
+        if not self.shard_base:  # ZeRO-3 gathers adapters like everything else: for forward and again for backward
+            times = 2 * micro_batches if self.strategy == "zero3" else 1
+            found["all-gather of adapters"] = trained * times
+            return {kind: round(count) for kind, count in found.items()}
+        passes = 2 * micro_batches
+        if self.strategy == "fsdp2":  # with every micro-batch, so that no whole gradients wait
+            found["reduce-scatter of gradients"] *= micro_batches
+        found["all-gather of the base, forward and backward"] = units.layers * units.layer_frozen * part * passes
+        found["all-gather of adapters"] = units.layers * units.layer_trained * part * passes
+        tables = units.embedding + units.head
+        found["all-gather of embedding and head"] = tables * part * micro_batches
+        found["all-gather of the rest"] = units.root * part * (passes if self.strategy == "zero3" else 1)
+        return {kind: round(count) for kind, count in found.items() if count}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -247,7 +277,7 @@ class Sharing:
         return total + change, found
 
     def _gradients(self, part: StepPart) -> float:
-        """Unreduced gradients are whole: those of earlier micro-batches of a window."""
+        """Unreduced gradients are whole: those of earlier micro-batches of a step."""
         return 1.0 if part == "micro_batch" and self.gradients_wait else self.gradient_part
 
     def _transient(self, part: StepPart, site: Site) -> float:
@@ -268,3 +298,29 @@ class Sharing:
         else:  # the last norm: after it the head arrives
             found += gathered.get("head arriving", 0)
         return float(found)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Traffic of one rank."""
+
+    sent: dict[str, int]
+    """Bytes of an optimizer step by kind, see `Sharing.sent_bytes`."""
+    gpus_per_host: int
+    hosts: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """All of a step."""
+        return sum(self.sent.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        between = f"; {self.hosts} hosts: the slowest link is the network's" if self.hosts > 1 else ""
+        return {
+            "sent_bytes_per_step": self.sent_bytes,
+            "sent_by_kind": self.sent,
+            "hosts": self.hosts,
+            "gpus_per_host": self.gpus_per_host,
+            "assumptions": [f"rings: a rank sends (N - 1) / N of what is gathered or reduced{between}"],
+        }

@@ -6,6 +6,7 @@ without optimizer state, so neither is run again for every length.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,15 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection
+from frugal.distributed.strategy import OneProcess
 from frugal.memory.checkpointing import apply_activation_checkpointing
 from frugal.memory.meter import LiveBytesMeter
 from frugal.memory.meter_report import OPTIMIZER, optimizer_tensors
+from frugal.objectives import LossModule
+from frugal.objectives.base import Batch
 from frugal.ops.planned import PlannedDevice, planning_for
-from frugal.planning.allocation_sites import SiteMeter, Sites, rest_without_gradients, without
+from frugal.planning.allocation_sites import SiteMeter, Sites, rest_without_gradients, subtract
 from frugal.planning.skeleton import FakeRun, build_fake
-from frugal.training.in_backward import OptimizerInBackward, place_of_step
-from frugal.training.loss import LossModule
 from frugal.training.optim import build_optimizer, trainable
+from frugal.training.step import OptimizerStep, optimizer_in_backward
 
 Policy = Literal["none", "recompute", "offload", "disk"]
 Phase = Literal["first_step", "steady_step", "evaluation"]
@@ -70,7 +73,7 @@ class Subject:
     """Ranks of the run: with several the optimizer does not step inside backward."""
 
 
-class Built:
+class SimulatedModel:
     """One model with its optimizer, and what was run with it."""
 
     def __init__(self, subject: Subject, config: Any) -> None:
@@ -92,6 +95,12 @@ class Built:
         )
         self.module: LossModule = self.fake.module
         self.optimizer: Optimizer = build_optimizer(trainable(self.module.model), subject.train)
+        self.step = OptimizerStep(
+            self.module,
+            self.optimizer,
+            OneProcess(torch.device("cpu")),  # what several ranks change is arithmetic: `frugal.planning.sharding`
+            max_grad_norm=subject.train.max_grad_norm,
+        )
         apply_activation_checkpointing(self.module.model, subject.policy, scratch_dir=subject.scratch_dir)
         self._updates: dict[bool, Sites] = {}
         self._micro_batches: dict[Shape, Sites] = {}
@@ -110,117 +119,79 @@ class Built:
             return {"micro_batch": self._step_in_backward(shape, first)}
         micro_batch = self._micro_batch(shape)
         if first:
-            micro_batch = without(micro_batch, OPTIMIZER, self.state_bytes())
+            micro_batch = subtract(micro_batch, OPTIMIZER, self.state_bytes())
         return {"micro_batch": micro_batch, "update": self._update(first)}
 
     def state_bytes(self) -> int:
         """Optimizer state once there is one."""
         with planning_for(self.subject.device), self.mode:
-            self._have_state()
+            self.step.put_state()
         return sum(tensor.untyped_storage().nbytes() for tensor in optimizer_tensors(self.optimizer))
 
     def _micro_batch(self, shape: Shape) -> Sites:
-        """Forward and backward of one micro-batch of a later step; with accumulation, of the second of a window, which
+        """Forward and backward of one micro-batch of a later step; with accumulation, of the step's second, which
         finds gradients (a third is like it)."""
         if shape not in self._micro_batches:
             with planning_for(self.subject.device, targets=shape.targets), self.mode:
-                self._have_state()
-                self.module.train()
-                if self.subject.train.gradient_accumulation_steps > 1:
-                    self._have_gradients()
+                self._prepare(first=False, gradients=self.subject.train.gradient_accumulation_steps > 1)
                 meter = SiteMeter(self.module, self.optimizer, detail=True)
                 with meter:
-                    loss_sum, count = self.module(self._batch(shape))
-                    (loss_sum * 0.5).backward()
-                    torch.stack([loss_sum.detach().double(), count.double()])
-                del loss_sum, count
+                    self.step.forward_backward(self._batches(shape), 1, targets=1)
                 self.optimizer.zero_grad(set_to_none=True)
-            self._micro_batches[shape] = rest_without_gradients(meter.outcome())
+            self._micro_batches[shape] = rest_without_gradients(meter.sites())
         return self._micro_batches[shape]
 
     def _update(self, first: bool) -> Sites:
         """Norm, clipping and optimizer, with all gradients there."""
         if first not in self._updates:
-            train = self.subject.train
             with planning_for(self.subject.device), self.mode:
-                if first:
-                    self.optimizer.state.clear()
-                else:
-                    self._have_state()
-                self._have_gradients()
+                self._prepare(first=first, gradients=True)
                 meter = SiteMeter(self.module, self.optimizer, detail=True)
                 with meter:
-                    parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-                    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-                    if train.max_grad_norm > 0:
-                        torch.nn.utils.clip_grads_with_norm_(parameters, train.max_grad_norm, norm)
-                    self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
-            self._updates[first] = meter.outcome()
+                    self.step.update()
+            self._updates[first] = meter.sites()
         return self._updates[first]
+
+    def _step_in_backward(self, shape: Shape, first: bool) -> Sites:
+        with planning_for(self.subject.device, targets=shape.targets), self.mode:
+            self._prepare(first=first, gradients=False)
+            meter = SiteMeter(self.module, self.optimizer, detail=True)
+            with meter:
+                self.step.forward_backward_update(next(self._batches(shape)), targets=1)
+        return meter.sites()
 
     def _evaluation(self, shape: Shape) -> Sites:
         """One batch of `frugal.training.evaluate.evaluate_rows`."""
         with planning_for(self.subject.device, targets=shape.targets), self.mode, torch.no_grad():
-            self._have_state()
+            self.step.put_state()
             self.module.eval()
             meter = SiteMeter(self.module, self.optimizer, detail=True)
             with meter:
-                loss_sum, count = self.module(self._batch(shape))
-                torch.stack([loss_sum.double(), count.double()])
-        return meter.outcome()
-
-    def _step_in_backward(self, shape: Shape, first: bool) -> Sites:
-        with planning_for(self.subject.device, targets=shape.targets), self.mode:
-            if first:
-                self.optimizer.state.clear()
-            else:
-                self._have_state()
-            self.module.train()
-            meter = SiteMeter(self.module, self.optimizer, detail=True)
-            with meter:
-                loss_sum, _ = self.module(self._batch(shape))
-                with OptimizerInBackward(self.optimizer, gradient_accumulation_steps=1, max_grad_norm=0.0):
-                    (loss_sum * 0.5).backward()
-            return meter.outcome()
+                self.module(next(self._batches(shape)))
+        return meter.sites()
 
     def _steps_in_backward(self) -> bool:
         train = self.subject.train
-        place = place_of_step(
+        return optimizer_in_backward(
             self.subject.memory.optimizer_in_backward,
             gradient_accumulation_steps=train.gradient_accumulation_steps,
             max_grad_norm=train.max_grad_norm,
             loss_scaling=self.subject.compute is torch.float16,
             world_size=self.subject.world_size,
+        ).value
+
+    def _prepare(self, *, first: bool, gradients: bool) -> None:
+        """What exists when a part of a step begins: optimizer state (not in the first step), gradients."""
+        if first:
+            self.optimizer.state.clear()
+        else:
+            self.step.put_state()
+        if gradients:
+            self.step.put_gradients()
+        self.module.train()
+
+    def _batches(self, shape: Shape) -> Iterator[Batch]:
+        """One micro-batch, made when it is asked for and not kept."""
+        yield self.module.objective.batch_without_values(
+            shape.rows, shape.length, documents=self.subject.documents, device=torch.device(self.kind)
         )
-        return place.in_backward
-
-    def _have_gradients(self) -> None:
-        for parameter in trainable(self.module.model).values():
-            parameter.grad = torch.empty_like(parameter)
-
-    def _have_state(self) -> None:
-        """Optimizer state as after a first step, without running one."""
-        if not self.optimizer.state:
-            self._have_gradients()
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-
-    def _batch(self, shape: Shape) -> dict[str, Any]:
-        """A batch as `frugal.data.collate` makes it, without values."""
-        size = (1, shape.tokens) if self.fake.flat else (shape.rows, shape.length)
-        ids = torch.zeros(size, dtype=torch.int64, device=self.kind)
-        batch: dict[str, Any] = {
-            "input_ids": ids,
-            "labels": torch.zeros_like(ids),
-            "position_ids": torch.zeros_like(ids),
-        }
-        if not self.fake.flat:
-            batch["attention_mask"] = torch.ones_like(ids)
-            return batch
-        documents = self.subject.documents
-        size_each = shape.length // documents
-        starts = [r * shape.length + d * size_each for r in range(shape.rows) for d in range(documents)]
-        offsets = [*starts, shape.tokens]
-        batch.update(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=size_each, max_length_k=size_each)
-        return batch

@@ -15,7 +15,7 @@ from frugal.models.build import ModelSpec, build
 from frugal.models.materialize import LoadedTensor
 from frugal.models.modules.host_embedding import HostEmbedding
 from frugal.models.resolve import ResolvedModel
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule, make_objective
 
 SHORTEST = 3
 """Layers of the smaller of the two models that are run: first, last and one in between."""
@@ -107,7 +107,8 @@ def build_fake(
         mlp_tile_tokens=memory.mlp_chunk_tokens,
     )
     built = build(spec, "meta")
-    module = LossModule(built.model, chunk_tokens=memory.loss_chunk_tokens, head=built.head)
+    flat = built.attention.value == "frugal" or packed
+    module = LossModule(built.model, make_objective(flat=flat), chunk_tokens=memory.loss_chunk_tokens, head=built.head)
     with mode:
         _materialise(module, torch.device(device))
     table = built.base.get_input_embeddings()
@@ -115,8 +116,8 @@ def build_fake(
         module,
         built.base,
         built.tensors,
-        flat=built.attention.name == "frugal" or packed,
-        attention=built.attention.name,
+        flat=flat,
+        attention=built.attention.value,
         parameters=built.report.parameters,
         host_embedding_bytes=table.weight.nbytes if isinstance(table, HostEmbedding) else 0,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from frugal.planning.overhead import tensor_budget
+from frugal.planning.host import tensor_budget
 from frugal.planning.planner import POLICIES, Planner, Policy
 from frugal.planning.simulated_model import Shape
 
@@ -74,8 +74,8 @@ def solve(planner: Planner, tokens: int | None = None) -> list[Measure]:
     tried: list[Measure] = []
     steps: list[tuple[Planner, int, dict[str, Any], str]] = [(planner, train.per_device_train_batch_size, {}, "")]
     if train.per_device_train_batch_size > 1:
-        window = train.per_device_train_batch_size * train.gradient_accumulation_steps
-        settings = {"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": window}
+        step_rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
+        settings = {"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": step_rows}
         steps.append((planner, 1, settings, ", smaller products"))
     if planner.config.model.quantize == "none":
         model = planner.config.model.model_copy(update={"quantize": "nf4"})
@@ -86,7 +86,7 @@ def solve(planner: Planner, tokens: int | None = None) -> list[Measure]:
             if policy == "offload" and planner.device.kind == "cpu":
                 continue
             peak = one.step_peak(policy, Shape(rows, length)).bytes
-            host = one.host_need(policy, rows * length)
+            host = one.host(policy, rows * length).peak_bytes
             roomy = planner.device.host_bytes == 0 or host <= planner.device.host_bytes
             fits = peak <= planner.budget_bytes and roomy
             wanted = {"memory.checkpoint": policy, **settings}

@@ -1,0 +1,1 @@
+"""One command from start to end: train, evaluate and preview, and what a run records."""

@@ -1,4 +1,4 @@
-"""A run's memory: the forecast before it starts, the probe at its first step, and the ladder when it does not fit."""
+"""A run's memory: the forecast before it starts, the warm-up step, and the fallback when it does not fit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from frugal.data import PreparedData, TokenDataset
 from frugal.device import Device, DtypeChoice
 from frugal.distributed import group as ranks
 from frugal.errors import FrugalError
-from frugal.memory.checkpointing import CheckpointHandle
-from frugal.memory.pressure import is_out_of_memory
+from frugal.memory.space import is_out_of_memory
 from frugal.planning.inputs import Planned
 from frugal.planning.planner import Plan, Planner
-from frugal.planning.show import gb
 from frugal.planning.simulated_model import Policy, Shape
-from frugal.training.job import Job
-from frugal.training.oom_fallback import Ladder
+from frugal.training.evaluate import longest_first
+from frugal.training.oom_fallback import MemorySettings, OutOfMemoryFallback
 from frugal.training.schedule import StepOrder, TrainPlan
-from frugal.training.warmup_step import ProbeResult, longest_first, longest_micro_batch, run_probe
+from frugal.training.setup import TrainSetup
+from frugal.training.warmup_step import (
+    WarmupResult,
+    longest_micro_batch,
+    run_warmup_step,
+)
+from frugal.units import gib
 
 CPU_SHARE = 0.5
 """Of the memory that is available on a machine without a GPU: other programs live there too."""
@@ -86,7 +90,7 @@ def forecast(config: Config, planner: Planner) -> Forecast:
 
 
 def _shape(data: TokenDataset, rows: list[int]) -> Shape:
-    return Shape(len(rows), math.ceil(int(data.lengths[rows].sum()) / len(rows)), int(data.supervised[rows].sum()))
+    return Shape(len(rows), math.ceil(int(data.lengths[rows].sum()) / len(rows)), int(data.num_targets[rows].sum()))
 
 
 def _shared(policy: Policy) -> Policy:
@@ -101,21 +105,12 @@ def limit_allocator(config: Config, device: Device) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / device.total_bytes), device.torch_device)
 
 
-def start_ladder(
-    config: Config, job: Job, handle: CheckpointHandle, scratch_dir: str, found: Forecast, say: Callable[[str], None]
-) -> Ladder:
-    """The ladder of this run."""
-    return Ladder(
-        job,
-        handle,
-        scratch_dir,
-        on_cuda=job.accelerator.device.type == "cuda",
-        say=say,
-        advice=lambda: _advice(config, found),
-    )
+def start_fallback(memory: MemorySettings, found: Forecast, say: Callable[[str], None]) -> OutOfMemoryFallback:
+    """The out-of-memory fallback of this run."""
+    return OutOfMemoryFallback(memory, say, advice=lambda: _advice(found))
 
 
-def _advice(config: Config, found: Forecast) -> str:
+def _advice(found: Forecast) -> str:
     plan = found.plan
     if plan is None:
         return "Lower data.max_length or lora.r, or give it more memory (memory.budget)."
@@ -124,46 +119,48 @@ def _advice(config: Config, found: Forecast) -> str:
     spare = plan.budget_bytes - rest
     if spare <= 0:
         return (
-            f"Weights, adapter and optimizer alone take {gb(rest)} of {gb(plan.budget_bytes)}: a smaller model or "
+            f"Weights, adapter and optimizer alone take {gib(rest)} of {gib(plan.budget_bytes)}: a smaller model or "
             "rank, model.quantize: nf4, or a larger memory.budget."
         )
     tokens = max(8, int(plan.shape.tokens * spare / max(grown, 1)))
     return f"About {tokens:,} tokens a micro-batch would fit: set data.max_length to that, or raise memory.budget."
 
 
-def probe(config: Config, job: Job, ladder: Ladder, *, first_step: int, save: Callable[[], None]) -> ProbeResult:
-    """Probe until it fits, climbing down the ladder; ``save`` writes a checkpoint and removes it.
+def warm_up(
+    config: Config, setup: TrainSetup, fallback: OutOfMemoryFallback, *, first_step: int, save: Callable[[], None]
+) -> WarmupResult:
+    """Run the warm-up step until it fits; ``save`` writes a checkpoint and removes it.
 
-    Raises MemoryBudgetError at the ladder's end.
+    Raises MemoryBudgetError when the fallback has nothing left to change.
     """
-    limit = config.memory.budget_bytes if job.accelerator.device.type == "cpu" else None
+    limit = config.memory.budget_bytes if setup.device.type == "cpu" else None
     while True:
         try:
-            return run_probe(job, first_step=first_step, limit_bytes=limit, save=save)
+            return run_warmup_step(setup, first_step=first_step, limit_bytes=limit, save=save)
         except Exception as error:
             if not is_out_of_memory(error) or ranks.world_size() > 1:
                 raise
             reason = str(error)
-        ladder.next(reason)
+        fallback.next(reason)
 
 
-def measured_lines(found: Forecast, result: ProbeResult, taken: list[str]) -> list[str]:
+def measured_lines(found: Forecast, result: WarmupResult, taken: list[str]) -> list[str]:
     """Forecast and measurement side by side."""
     if found.plan is None:
         return [
             found.reason,
-            f"measured: {gb(result.step_bytes)} at the longest micro-batch ({result.tokens:,} tokens)",
+            f"measured: {gib(result.step_bytes)} at the longest micro-batch ({result.tokens:,} tokens)",
         ]
     expected = found.plan.phases["steady_step"].bytes
     difference = f"{result.step_bytes / expected - 1:+.1%}" if not taken else "after the changes above"
     shown = [
-        f"memory of the longest micro-batch ({result.tokens:,} tokens): forecast {gb(expected)}, "
-        f"measured {gb(result.step_bytes)} ({difference})"
+        f"memory of the longest micro-batch ({result.tokens:,} tokens): forecast {gib(expected)}, "
+        f"measured {gib(result.step_bytes)} ({difference})"
     ]
     if result.eval_bytes and "evaluation" in found.plan.phases:
         foreseen = found.plan.phases["evaluation"].bytes
-        shown.append(f"  evaluation: forecast {gb(foreseen)}, measured {gb(result.eval_bytes)}")
+        shown.append(f"  evaluation: forecast {gib(foreseen)}, measured {gib(result.eval_bytes)}")
     if result.save_bytes:
         foreseen = found.plan.phases["save"].bytes
-        shown.append(f"  checkpoint: forecast {gb(foreseen)}, measured {gb(result.save_bytes)}")
+        shown.append(f"  checkpoint: forecast {gib(foreseen)}, measured {gib(result.save_bytes)}")
     return shown

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from frugal.adapters.targets import resolve_targets
-from frugal.checkpoints.space import check_space, checkpoint_bytes, kept_at_once, size
+from frugal.checkpoints.rotation import check_space, checkpoint_bytes, kept_at_once
 from frugal.config import Config
 from frugal.data import PreparedData, build
 from frugal.device import Device, DtypeChoice
@@ -21,6 +21,7 @@ from frugal.models.resolve import ResolvedModel, resolve_base
 from frugal.models.skeleton import build_meta
 from frugal.models.tokenizer import load_tokenizer, new_token_ids, rows_needed
 from frugal.training.schedule import TrainPlan
+from frugal.units import gib
 
 
 def open_base(config: Config) -> ResolvedModel:
@@ -95,7 +96,7 @@ def check_disk(config: Config, run_dir: Path, plan: TrainPlan, parameters: dict[
     check_space(run_dir, one_bytes=checkpoint_bytes(parameters, config.train.optim), kept=kept)
 
 
-def forget(error: BaseException) -> None:
+def clear_frames(error: BaseException) -> None:
     """Clear the local variables in an error's frames: a kept traceback must not keep model and optimizer alive."""
     current: BaseException | None = error
     seen: set[int] = set()
@@ -110,12 +111,8 @@ def out_of_memory(error: torch.OutOfMemoryError, held_bytes: int) -> str:
     reason = str(error).split(". ", 1)[0]
     older = ""
     if held_bytes > 0:
-        older = f" {size(held_bytes)} were in use in this process before the run began: delete older models first."
+        older = f" {gib(held_bytes)} were in use in this process before the run began: delete older models first."
     return (
         f"out of device memory: {reason}.{older} Ways out: memory.checkpoint: offload, a smaller "
         "train.per_device_train_batch_size (with more gradient_accumulation_steps), a smaller data.max_length."
     )
-
-
-def silent(text: str) -> None:
-    """Where other ranks' messages go."""

@@ -1,4 +1,4 @@
-"""One training run, top to bottom, one line a hop; and the two that look without training: preview and evaluate."""
+"""One training run, top to bottom, one line a hop."""
 
 from __future__ import annotations
 
@@ -10,50 +10,41 @@ from pathlib import Path
 
 import torch
 
-from frugal.checkpoints.lock import hold
-from frugal.checkpoints.resume import check_plan, data_fingerprint, starting_point
-from frugal.checkpoints.run_folder import open_run
-from frugal.checkpoints.write import load_checkpoint
-from frugal.checkpoints.writer import CheckpointWriter, put_adapter, restore, side_files
-from frugal.config import Config, SourceSection, load_config
-from frugal.data import PreviewData, build, preview_rows, render_preview, write_preview_html
-from frugal.device import resolve_dtype
-from frugal.distributed import group as ranks
-from frugal.distributed.launch import check_group, read_launch, unused_gpus
+from frugal.checkpoints.lock import run_lock
+from frugal.checkpoints.read import load_checkpoint, put_adapter, restore
+from frugal.checkpoints.resume import check_plan, data_fingerprint, run_identity, starting_point
+from frugal.checkpoints.write import CheckpointWriter, side_files
+from frugal.config import Config, load_config
+from frugal.distributed import group
 from frugal.distributed.sanity_checks import preflight
-from frugal.errors import ConfigError, MemoryBudgetError
-from frugal.exports.final import save_final
-from frugal.inference.chat import load_run
+from frugal.errors import MemoryBudgetError
+from frugal.exports.adapter import save_final
 from frugal.memory.checkpointing import apply_activation_checkpointing
-from frugal.models.attention import use_attention
-from frugal.models.tokenizer import rows_needed, zero_embedding_rows
-from frugal.ops.choice import check_attention
-from frugal.run.memory import forecast, limit_allocator, make_planner, probe, start_ladder
-from frugal.run.record import RunRecord
-from frugal.run.sharing import Loading, asked_engine, share
+from frugal.models.resolve import base_fingerprint
+from frugal.models.tokenizer import zero_embedding_rows
+from frugal.objectives import LossModule, make_objective
+from frugal.run.events import RunEvents
+from frugal.run.memory import limit_allocator, start_fallback, warm_up
+from frugal.run.samples import Samples
+from frugal.run.setup import open_machine, resolve
+from frugal.run.sharing import layer_taker
 from frugal.run.steps import (
     check_disk,
-    forget,
+    clear_frames,
     load_model,
     open_base,
     open_tokenizer,
     out_of_memory,
     prepare_data,
-    silent,
 )
-from frugal.training.device import device_of, make_accelerator
-from frugal.training.evaluate import evaluate_rows
-from frugal.training.in_backward import place_of_step
-from frugal.training.job import Hooks, Job, LoopState
+from frugal.run.summary import TrainResult, summarise
+from frugal.run.trackers import check_trackers
 from frugal.training.loop import train_loop
-from frugal.training.loss import LossModule
+from frugal.training.oom_fallback import MemorySettings
 from frugal.training.optim import build_optimizer, trainable
-from frugal.training.progress import safe_console, say
-from frugal.training.randomness import seed_step_noise
-from frugal.training.schedule import StepOrder, make_plan, rate_factor
+from frugal.training.schedule import StepOrder, lr_lambda, make_plan
+from frugal.training.setup import Hooks, LoopState, TrainSetup, seed_step_noise
 from frugal.training.signals import StopRequest
-from frugal.training.summary import TrainResult, summarise
-from frugal.training.trackers import check_trackers
 
 Source = Config | Mapping[str, object] | str | Path
 
@@ -64,22 +55,22 @@ def train(config: Source, *, resume: bool | str | Path | None = None) -> TrainRe
     ``resume``: None starts fresh (and refuses a folder that holds a run), True or "auto" goes on from the newest
     complete checkpoint of `output.dir`, a path from that one.
 
-    After a failure nothing stays in memory, also while a notebook keeps the traceback: the run's frames are cleared, so
-    a debugger finds no local variables there.
+    After an out-of-memory nothing stays on the device, also while a notebook keeps the traceback: the run's frames are
+    cleared, so a debugger finds no local variables there. Other errors keep theirs.
 
     Raises:
         FrugalError: whatever the user can cause, with one message. Interrupted (exit code 130 or 143) after Ctrl-C or
             SIGTERM, with a checkpoint saved.
     """
-    held_bytes = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+    older_bytes = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
     try:
-        with ranks.guarded():
+        with group.guarded():
             return _train(load_config(config), resume)
     except torch.OutOfMemoryError as error:
-        forget(error)
-        raise MemoryBudgetError(out_of_memory(error, held_bytes)) from None
-    except BaseException as error:
-        forget(error)
+        clear_frames(error)
+        raise MemoryBudgetError(out_of_memory(error, older_bytes)) from None
+    except MemoryBudgetError as error:
+        clear_frames(error)
         raise
     finally:
         gc.collect()
@@ -88,80 +79,90 @@ def train(config: Source, *, resume: bool | str | Path | None = None) -> TrainRe
 
 
 def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
-    run_dir, plain, settings = Path(config.output.dir), config.model_dump(mode="json"), config.train
+    run_dir, asked, settings = Path(config.output.dir), config.model_dump(mode="json"), config.train
     check_trackers(list(settings.report_to))
-    launch = read_launch()
-    asked_engine(config, launch)  # here for its refusals
-    accelerator = make_accelerator(run_dir, list(settings.report_to), timeout_seconds=config.distributed.ddp_timeout)
-    device = device_of(accelerator)
-    gpus = torch.cuda.device_count() if device.kind == "cuda" else 0
-    check_group(launch, world_size=ranks.world_size(), gpus=gpus)
-    dtype = resolve_dtype(config.model.dtype, device)
-    check_attention(device.torch_device, dtype.compute, config.memory.attention)
-    step_place = place_of_step(
-        config.memory.optimizer_in_backward,
-        gradient_accumulation_steps=settings.gradient_accumulation_steps,
-        max_grad_norm=settings.max_grad_norm,
-        loss_scaling=dtype.loss_scaling,
-        world_size=ranks.world_size(),
-    )
-    tell = say if ranks.rank() == 0 else silent
-    for note in filter(None, [*launch.notes, unused_gpus(launch, gpus)]):
-        tell(note)
-    start = ranks.on_first(lambda: starting_point(run_dir, plain, resume, tell))
+    machine = open_machine(config)
+    accelerator, device, first = machine.accelerator, machine.device, group.rank() == 0
     with ExitStack() as cleanup:
+        events = cleanup.enter_context(RunEvents(run_dir, config, first=first))
+        events.say(*machine.notes)
+        start = group.on_first(lambda: starting_point(run_dir, asked, resume, events.say))
         cleanup.callback(accelerator.free_memory)  # it keeps a list of models
-        lock = cleanup.enter_context(hold(run_dir, tell))
-        checkpoint = None if start is None else load_checkpoint(start)
+        cleanup.enter_context(run_lock(run_dir, events.say))
+        checkpoint = None if start is None else load_checkpoint(start, hashes=False)  # compared when it was chosen
 
         base = open_base(config)
         tokenizer = open_tokenizer(config, base)
-        data = prepare_data(config, tokenizer, base)
-        plan = make_plan(settings, rows=len(data.train), world_size=ranks.world_size())
+        with events.phase("data"):
+            data = prepare_data(config, tokenizer, base)
+        plan = make_plan(settings, rows=len(data.train), world_size=group.world_size())
         rows_hash = data_fingerprint(data.train)
         if checkpoint is not None:
             check_plan(checkpoint.folder, checkpoint.state, plan.as_dict(), rows_hash)
-        record = cleanup.enter_context(RunRecord(config, run_dir, plan, base, data))
-        record.computes_on(device, dtype, ranks.world_size())
-        record.manifest.choose("optimizer step", step_place.name, why=step_place.reason)
         grouped = settings.group_by_length and not config.data.packing
         order = StepOrder(data.train.lengths, plan, seed=settings.seed, group_by_length=grouped)
-        vocab_size = rows_needed(tokenizer, base.config())
-        planner = make_planner(config, base.config(), data, plan, order, device, dtype, vocab_size)
-        shared = share(config, launch, planner, accelerator.device)
-        strategy = shared.strategy
+        events.prepared(base, data, plan)
+
+        with events.phase("plan"):
+            setup = resolve(config, machine, base, tokenizer, data, plan, order)
+        strategy, forecast = setup.strategy, setup.forecast
         cleanup.callback(strategy.close)
-        record.shared_by(strategy, shared.reason)
-        foreseen = forecast(config, shared.planner)
+        fingerprint = base_fingerprint(base.path) if first else None
+        events.resolved(machine, setup, base_fingerprint=fingerprint)
         limit_allocator(config, device)
 
-        loading = Loading(config, base, strategy)
-        record.say(loading.note) if loading.note else None
-        loaded = load_model(config, base, tokenizer, device, dtype, loading.take_layer)
-        model = loaded.model
-        loading.compare(model)
-        ranks.on_first(lambda: check_disk(config, run_dir, plan, trainable(model)))
-        untrained = zero_embedding_rows(model)
+        with events.phase("load"):
+            take_layer, notes = layer_taker(config, base, strategy)
+            events.say(*notes)
+            built = load_model(setup.config, base, tokenizer, device, machine.dtype, take_layer)
+            strategy.compare_start(built.model)
+        model = built.model
+        group.on_first(lambda: check_disk(config, run_dir, plan, trainable(model)))
+        events.warn(*data.untrained_token_warnings(tokenizer, zero_embedding_rows(model)))
 
-        module = LossModule(model, chunk_tokens=config.memory.loss_chunk_tokens, head=loaded.head)
+        flat = built.attention.value == "frugal" or config.data.packing
+        objective = make_objective(
+            pad_id=tokenizer.pad_token_id or 0, flat=flat, label_smoothing=settings.label_smoothing
+        )
+        module = LossModule(model, objective, chunk_tokens=config.memory.loss_chunk_tokens, head=built.head)
         wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), settings))
         checked = preflight(strategy, wrapped, module, optimizer, max_grad_norm=settings.max_grad_norm)
-        record.manifest.add("parameter bytes", {"this process": checked.local, "all of it": checked.whole})
-        seed_step_noise(settings.seed, ranks.rank())
+        events.manifest.add("parameter bytes", {"this process": checked.local, "all of it": checked.whole})
+        seed_step_noise(settings.seed, group.rank())
         state = LoopState()
         if checkpoint is not None:
-            state = restore(checkpoint, strategy, model, optimizer, device.torch_device, seed=settings.seed, say=tell)
-        record.before(wrapped, model, tokenizer, state.step, untrained)
-        ranks.meet()  # rank 0 answered prompts and read the base for its fingerprint
+            state = restore(checkpoint, strategy, model, optimizer, seed=settings.seed, say=events.say)
+        samples = Samples(
+            run_dir / "samples.json",
+            config.output.sample_prompts,
+            max_new_tokens=config.output.sample_max_new_tokens,
+            system_prompt=config.data.system_prompt,
+        )
+        samples.before(strategy, wrapped, model, tokenizer, resumed=state.step > 0)
+        group.meet()  # rank 0 answered prompts and read the base for its fingerprint
 
         scratch_dir = config.memory.scratch_dir or str(run_dir)
-        handle = apply_activation_checkpointing(model, foreseen.policy, scratch_dir=scratch_dir)
-        record.implementations(loaded, module.head)
+        checkpointing = apply_activation_checkpointing(model, forecast.policy, scratch_dir=scratch_dir)
+        memory = MemorySettings(
+            module,
+            settings.per_device_train_batch_size,
+            settings.per_device_eval_batch_size,
+            checkpointing,
+            scratch_dir,
+        )
+        cleanup.callback(memory.close)
+        events.built(built, module.head)
         writer = CheckpointWriter(
-            run_dir, strategy, model, optimizer, plan, plain, rows_hash, config.output, device.torch_device, lock, tell,
-            side_files(tokenizer, base=base.path, config=config), record.base_fingerprint,
-        )  # fmt: skip
-        job = Job(
+            run_dir=run_dir,
+            strategy=strategy,
+            model=model,
+            optimizer=optimizer,
+            output=config.output,
+            identity=run_identity(asked, plan.as_dict(), rows_hash),
+            side_files=side_files(tokenizer, base=base.path, config=config),
+            base_fingerprint=fingerprint,
+        )
+        training = TrainSetup(
             module=module,
             wrapped=wrapped,
             strategy=strategy,
@@ -171,78 +172,34 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             train=settings,
             rows=data.train,
             eval_rows=data.eval if data.eval is not None and len(data.eval) else None,
-            pad_id=tokenizer.pad_token_id or 0,
-            flat=loaded.attention.name == "frugal" or config.data.packing,
-            accelerator=accelerator,
-            rate_factor=rate_factor(settings, plan),
+            device=accelerator.device,
+            lr_lambda=lr_lambda(settings, plan),
+            memory=memory,
             save_steps=config.output.save_steps,
             keep_best=config.output.keep_best,
-            loss_scaling=dtype.loss_scaling,
-            step_in_backward=step_place.in_backward,
+            loss_scaling=machine.dtype.loss_scaling,
+            step_in_backward=machine.in_backward.value,
         )
-        ladder = start_ladder(config, job, handle, scratch_dir, foreseen, record.say)
-        cleanup.callback(ladder.close)
+        fallback = start_fallback(memory, forecast, events.say)
         if state.step < plan.total_steps:
-            rehearse = partial(writer.rehearse, state)
-            record.memory(foreseen, probe(config, job, ladder, first_step=state.step, save=rehearse), ladder)
-        record.begin(accelerator, state.step)
-        with StopRequest(record.say) as stop, ranks.guarded():
-            state = train_loop(job, Hooks(record.step, writer.save, stop, ladder.next), state)
+            with events.phase("warm-up step"):
+                save = partial(writer.rehearse, state)
+                measured = warm_up(config, training, fallback, first_step=state.step, save=save)
+            events.measured(forecast, measured, fallback)
+        events.training(accelerator, state.step)
+        with events.phase("training"), StopRequest(events.say) as stop, group.guarded():
+            state = train_loop(training, Hooks(events.step, writer.save, stop, fallback.next), state)
+        events.trained()
 
         kept_best = config.output.keep_best and state.best_step is not None
         if kept_best:
             put_adapter(strategy, model, run_dir / f"checkpoint-{state.best_step}")
-        result = summarise(run_dir, state, plan, kept_best=kept_best, device=device.torch_device)
-        card = record.after(wrapped, model, tokenizer, result)
-        adapter, known = strategy.full_adapter(model), record.base_fingerprint
-        ranks.on_first(
-            lambda: save_final(run_dir, model, adapter, tokenizer, base=base.path, card=card, base_fingerprint=known)
-        )
-        record.finished(result)
+        result = summarise(run_dir, state, plan, objective, kept_best=kept_best, device=device.torch_device)
+        samples.after(strategy, wrapped, model, tokenizer)
+        with events.phase("saving"):
+            card = events.card(base, data, result, samples.rows) if first else ""
+            adapter = strategy.full_adapter(model)
+            final = partial(save_final, run_dir, model, adapter, tokenizer)
+            group.on_first(lambda: final(base=base.path, card=card, base_fingerprint=fingerprint))
+        events.finished(result, samples.rows)
     return result
-
-
-def preview(config: Source, *, html: str | Path | None = None, rows: int = 5) -> PreviewData:
-    """Show the first ``rows`` rows as they will be trained: trained tokens coloured, counts, lengths, answers' ends.
-
-    Printed, or written to ``html``. Loads the tokenizer, no weights.
-    """
-    config = load_config(config)
-    base = open_base(config)
-    tokenizer = open_tokenizer(config, base)
-    table = rows_needed(tokenizer, base.config())
-    shown = preview_rows(config.data, tokenizer, seed=config.train.seed, vocab_size=table, rows=rows)
-    if html is not None:
-        write_preview_html(shown, Path(html))
-    else:
-        safe_console().print(render_preview(shown))
-    return shown
-
-
-def evaluate(run: str | Path, *, data: str | Path | None = None) -> dict[str, float]:
-    """Token-mean loss and perplexity of a trained run on its evaluation rows, or on the rows of the file ``data``.
-
-    Returns `loss`, `perplexity`, `tokens` (targets) and `rows`. Holds no logits.
-    """
-    config = open_run(run).config
-    if config is None:
-        raise ConfigError(f"{run} has no config.yaml, so it is not known how rows are rendered. Give a run's folder.")
-    section = config.data
-    if data is not None:
-        section = section.model_copy(update={"train": [SourceSection(path=str(data))], "eval": [], "eval_split": 0.0})
-    loaded = load_run(run)
-    table = loaded.model.get_input_embeddings().weight.shape[0]
-    prepared = build(section, loaded.tokenizer, seed=config.train.seed, vocab_size=table)
-    rows = prepared.train if data is not None else prepared.eval
-    if rows is None or len(rows) == 0:
-        raise ConfigError(f"{run} was trained without evaluation rows. Name a file: frugal eval {run} --data FILE.")
-    attention = use_attention(loaded.model.get_base_model())
-    result = evaluate_rows(
-        LossModule(loaded.model, chunk_tokens=config.memory.loss_chunk_tokens),
-        rows,
-        batch_size=config.train.per_device_eval_batch_size,
-        pad_id=loaded.tokenizer.pad_token_id or 0,
-        flat=attention.name == "frugal" or config.data.packing,
-        device=loaded.device.torch_device,
-    )
-    return {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens, "rows": result.rows}

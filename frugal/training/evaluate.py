@@ -1,75 +1,77 @@
-"""Evaluation: token-mean loss and perplexity over a whole set. Holds the sums only, never logits."""
+"""Evaluation: an objective's metrics over a whole set. Holds sums only, never logits."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from frugal.data import TokenDataset, collate
-from frugal.models.head import IGNORE_INDEX
+from frugal.data import TokenDataset
+from frugal.objectives import Objective
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Loss is the mean over all trained tokens of the set, whatever the batch size."""
+    """Metrics over all targets of a set, whatever the batch size."""
 
-    loss: float
-    perplexity: float
+    metrics: dict[str, float]
+    """`loss`, and what else the objective reports."""
     tokens: int
-    """Targets that the mean is over."""
+    """Targets that the means are over."""
     rows: int
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of a target."""
+        return self.metrics["loss"]
 
 
 @torch.no_grad()
 def evaluate_rows(
     module: nn.Module,
     data: TokenDataset,
+    objective: Objective,
     *,
     batch_size: int,
-    pad_id: int,
-    flat: bool,
     device: torch.device,
     rank: int = 0,
     world_size: int = 1,
 ) -> EvalResult:
-    """Token-mean loss of ``data`` with dropout off; the module's training mode is put back.
+    """Metrics of ``data`` with dropout off; the module's training mode is put back.
 
-    ``module`` is a `LossModule`, or what a strategy made of one. Longest rows first, so that what does not fit shows in
-    the first batch. Sums are kept in float64. Every rank takes its share of batches and calls this at the same time;
-    all run equally many, since a forward pass may gather weights: what is missing is a batch without targets.
+    ``module`` is a `LossModule` of ``objective``, or what a strategy made of one. Longest rows first, so that what does
+    not fit shows in the first batch. Sums are kept in float64. Every rank takes its share of batches and calls this at
+    the same time; all run equally many, since a forward pass may gather weights: what is missing is a batch without
+    targets.
     """
     was_training = module.training
     module.eval()
     shortest = [int(data.lengths.argmin())]
-    total = torch.zeros(2, dtype=torch.float64)  # sum of losses, number of targets
+    totals: Tensor | None = None
     try:
-        for batch in _batches(data, batch_size, rank, world_size):
-            rows = collate([data[row] for row in batch or shortest], pad_id, flat=flat)
-            if not batch:
-                rows["labels"] = torch.full_like(rows["labels"], IGNORE_INDEX)
-            loss_sum, count = module(to_device(rows, device))
-            total += torch.stack([loss_sum.double().cpu(), count.double().cpu()])
+        for rows in _batches(data, batch_size, rank, world_size):
+            batch = objective.collate(data, rows or shortest)
+            _, sums = module(to_device(batch if rows else objective.without_targets(batch), device))
+            totals = sums if totals is None else totals + sums
     finally:
         module.train(was_training)
+    assert totals is not None
     if world_size > 1:
-        shared = total.to(device)
-        torch.distributed.all_reduce(shared)
-        total = shared.cpu()
-    tokens = int(total[1])
-    mean = float(total[0]) / tokens if tokens else float("nan")
-    return EvalResult(mean, perplexity(mean), tokens, len(data))
+        torch.distributed.all_reduce(totals)
+    found = totals.tolist()
+    return EvalResult(objective.metrics(found, training=False), int(found[1]), len(data))
 
 
-def perplexity(loss: float) -> float:
-    """exp(loss); infinite where a float cannot hold it."""
-    return math.exp(loss) if loss < 700 else (math.nan if math.isnan(loss) else math.inf)
+def longest_first(lengths: np.ndarray) -> list[int]:
+    """Row ids as evaluation takes them."""
+    return sorted(range(len(lengths)), key=lambda row: (-int(lengths[row]), row))
 
 
-def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Move the tensors of a batch; plain numbers (max_length_q) stay."""
     return {
         key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value for key, value in batch.items()
@@ -77,7 +79,7 @@ def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
 
 
 def _batches(data: TokenDataset, batch_size: int, rank: int, world_size: int) -> Iterator[list[int]]:
-    order = sorted(range(len(data)), key=lambda row: (-int(data.lengths[row]), row))
+    order = longest_first(data.lengths)
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     batches += [[] for _ in range(-len(batches) % world_size)]
     yield from batches[rank::world_size]

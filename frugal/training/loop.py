@@ -1,10 +1,9 @@
-"""The training loop: rows in the plan's order, one optimizer step a window, everything else between two steps."""
+"""The training loop: rows in the plan's order, one optimizer step after another, and what is due between two."""
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import math
 import sys
 import time
 import traceback
@@ -15,17 +14,14 @@ import numpy as np
 import psutil
 import torch
 
-from frugal.data import collate
 from frugal.distributed import group as ranks
-from frugal.distributed.compare import COMPARED_AFTER, compare
-from frugal.errors import FrugalError, Interrupted
-from frugal.memory.pressure import is_out_of_memory
+from frugal.errors import Interrupted
+from frugal.memory.space import is_out_of_memory
 from frugal.training.evaluate import EvalResult, evaluate_rows, to_device
-from frugal.training.in_backward import step_in_backward
-from frugal.training.job import Hooks, Job, LoopState
-from frugal.training.optim import set_rate, trainable
-from frugal.training.randomness import rng_state, set_rng_state
-from frugal.training.schedule import TrainPlan, split_window
+from frugal.training.optim import set_lr, trainable
+from frugal.training.schedule import TrainPlan, split_step
+from frugal.training.setup import Hooks, LoopState, TrainSetup, rng_state, set_rng_state
+from frugal.training.step import OptimizerStep
 
 if sys.platform != "win32":
     import resource
@@ -33,160 +29,137 @@ if sys.platform != "win32":
 
 T = TypeVar("T")
 
+COMPARED_AFTER = (1, 5)
+"""Steps after which the ranks' adapters are compared, beside the start: a fault that grows shows by then."""
 
-def train_loop(job: Job, hooks: Hooks, state: LoopState) -> LoopState:
+
+def train_loop(setup: TrainSetup, hooks: Hooks, state: LoopState) -> LoopState:
     """Train from ``state.step`` to the plan's end; returns the final state.
 
     Raises Interrupted after saving when a stop was asked for, and FrugalError when loss or gradients stop being
     finite (the weights are then still those before that step).
     """
-    scaler = torch.amp.GradScaler(job.accelerator.device.type, enabled=job.loss_scaling)
+    step = setup.optimizer_step(loss_scaling=setup.loss_scaling)
     if state.loss_scaling:
-        scaler.load_state_dict(state.loss_scaling)
-    job.wrapped.train()
-    if state.step == 0 and job.eval_rows is not None:
-        first = _climbing(job, hooks, lambda: _evaluate(job))
+        step.scaler.load_state_dict(state.loss_scaling)
+    setup.wrapped.train()
+    if state.step == 0 and setup.eval_rows is not None:
+        first = _retrying(setup, hooks, lambda: _evaluate(setup))
         state.first_eval_loss = state.eval_loss = first.loss
-        hooks.record({"step": 0, "epoch": 0.0, "eval_loss": first.loss, "eval_perplexity": first.perplexity})
-    while state.step < job.plan.total_steps:
-        record = _one_step(job, scaler, state, hooks)
-        if job.eval_rows is not None and _due(job.train.eval_steps, state.step, job.plan):
-            record.update(_evaluate_and_compare(job, state, hooks))
+        hooks.record({"step": 0, "epoch": 0.0, **_eval_record(first)})
+    while state.step < setup.plan.total_steps:
+        record = one_step(setup, step, state, hooks)
+        if setup.eval_rows is not None and _due(setup.train.eval_steps, state.step, setup.plan):
+            record.update(_evaluate_and_compare(setup, state, hooks))
         hooks.record(record)
         if state.step in COMPARED_AFTER:
-            compare_ranks(job, f"after step {state.step}")
+            compare_ranks(setup, f"after step {state.step}")
         exit_code = ranks.any_rank(hooks.stop.exit_code)
-        best_now = job.keep_best and state.best_step == state.step
-        if exit_code is not None or best_now or _due(job.save_steps, state.step, job.plan):
-            state.loss_scaling = scaler.state_dict() if job.loss_scaling else {}
+        best_now = setup.keep_best and state.best_step == state.step
+        if exit_code is not None or best_now or _due(setup.save_steps, state.step, setup.plan):
+            state.loss_scaling = step.scaler.state_dict() if setup.loss_scaling else {}
             hooks.save(state)
-        if exit_code is not None and state.step < job.plan.total_steps:
+        if exit_code is not None and state.step < setup.plan.total_steps:
             raise Interrupted(
-                f"stopped after step {state.step} of {job.plan.total_steps}; checkpoint-{state.step} is saved. "
+                f"stopped after step {state.step} of {setup.plan.total_steps}; checkpoint-{state.step} is saved. "
                 "Go on with --resume.",
                 exit_code,
             )
     return state
 
 
-def compare_ranks(job: Job, when: str) -> None:
+def compare_ranks(setup: TrainSetup, when: str) -> None:
     """Raise, naming the first, when a trained tensor differs between the ranks."""
     if ranks.world_size() > 1:
-        compare(job.strategy.digests(trainable(job.module.model)), when)
+        ranks.compare(setup.strategy.digests(trainable(setup.module.model)), when)
 
 
-def _one_step(
-    job: Job,
-    scaler: torch.amp.GradScaler,
-    state: LoopState,
-    hooks: Hooks | None = None,
-) -> dict[str, Any]:
-    """One optimizer step. Returns its record."""
+def one_step(setup: TrainSetup, step: OptimizerStep, state: LoopState, hooks: Hooks | None = None) -> dict[str, Any]:
+    """Do the optimizer step that follows ``state``. Returns its record."""
     begun = time.perf_counter()
-    rows = job.order.rows_of(state.step)
-    # known from the data, on every rank alike: the one division of the whole window, over micro-batches and ranks
-    targets = int(job.rows.supervised[rows].sum())
+    rows = setup.order.rows_of(state.step)
+    # known from the data, on every rank alike: the one division of the whole step, over micro-batches and ranks
+    targets = setup.objective.targets(setup.rows, rows)
     if targets == 0:
         raise AssertionError(f"step {state.step}: rows without targets reached the loop: {rows}")
-    rate = set_rate(job.optimizer, job.rate_factor(state.step))
-    loss, norm = _climbing(job, hooks, lambda: _loss_and_norm(job, scaler, rows, targets))
-    stepped = norm is not None
-    if not stepped:
-        norm = job.strategy.norm_and_clip(job.optimizer, job.train.max_grad_norm, scaler)
-    if not (math.isfinite(loss) and (norm is None or math.isfinite(norm) or job.loss_scaling)):
-        job.strategy.zero_grad(job.optimizer)
-        raise FrugalError(
-            f"step {state.step + 1}: the loss is {loss} and the gradient norm {norm}. Training stopped before using "
-            f"them; the rows of that step are {rows[:8]}. Lower train.learning_rate, or look at these rows."
-        )
-    scale_before = scaler.get_scale()
-    if not stepped:
-        norm_of_step = job.strategy.step(job.optimizer, scaler)
-        norm = norm_of_step if norm is None else norm
-    job.strategy.zero_grad(job.optimizer)
-    if job.loss_scaling and scaler.get_scale() < scale_before:
-        state.skipped_steps += 1
+    lr = set_lr(setup.optimizer, setup.lr_lambda(state.step))
+    name = f"step {state.step + 1}"
+    sums, norm = _retrying(setup, hooks, lambda: _forward_backward(setup, step, rows, targets, name))
+    totals = _read(sums, targets)
+    metrics = setup.objective.metrics(totals, training=True)
+    if norm is None:
+        scale_before = step.scaler.get_scale()
+        norm = step.update(metrics["loss"], name=name, rows=rows)
+        if setup.loss_scaling and step.scaler.get_scale() < scale_before:
+            state.skipped_steps += 1
     seconds = time.perf_counter() - begun
-    tokens = int(job.rows.lengths[rows].sum())
+    tokens = int(setup.rows.lengths[rows].sum())
     state.step += 1
     state.tokens += tokens
     state.seconds += seconds
-    state.last_loss = loss
+    state.last_loss = metrics["loss"]
     return {
         "step": state.step,
-        "epoch": job.plan.epoch_of(state.step),
-        "loss": loss,
-        "learning_rate": rate,
+        "epoch": setup.plan.epoch_of(state.step),
+        **metrics,
+        "learning_rate": lr,
         "grad_norm": norm,
         "tokens": tokens,
         "trained_tokens": targets,
         "tokens_per_second": tokens / seconds,
         "seconds": seconds,
-        "peak_memory_bytes": peak_memory_bytes(job.accelerator.device),
+        "peak_memory_bytes": peak_memory_bytes(setup.device),
         "rows_sha256": rows_sha256(rows),
     }
 
 
-def _climbing(job: Job, hooks: Hooks | None, action: Callable[[], T]) -> T:
-    """Do ``action``; after an out-of-memory from the same state again, with what the ladder changed."""
-    device = job.accelerator.device
+def _retrying(setup: TrainSetup, hooks: Hooks | None, action: Callable[[], T]) -> T:
+    """Do ``action``; after an out-of-memory from the same state again, with smaller memory settings."""
     while True:
-        generators = rng_state(device)
+        generators = rng_state(setup.device)
         try:
             return action()
         except Exception as error:
-            # several ranks would have to agree on a rung in the middle of a collective operation
+            # several ranks would have to agree on a change in the middle of a collective operation
             if hooks is None or hooks.out_of_memory is None or ranks.world_size() > 1 or not is_out_of_memory(error):
                 raise
             reason = str(error)
             traceback.clear_frames(error.__traceback__)
-        job.strategy.zero_grad(job.optimizer)
-        set_rng_state(generators, device)
+        setup.strategy.zero_grad(setup.optimizer)
+        set_rng_state(generators, setup.device)
         gc.collect()
-        if device.type == "cuda":
+        if setup.device.type == "cuda":
             torch.cuda.empty_cache()
         hooks.out_of_memory(reason)
 
 
-def _loss_and_norm(job: Job, scaler: torch.amp.GradScaler, rows: list[int], targets: int) -> tuple[float, float | None]:
-    """The window's loss, with its gradients left in place; or with the step done already, and then their norm."""
-    # the micro-batch is looked at each time: the ladder may have made it smaller, and then gradients add up
-    if job.step_in_backward and len(rows) <= job.train.per_device_train_batch_size:
-        batch = to_device(_collate(job, rows, rows[0]), job.accelerator.device)
-        return step_in_backward(job.wrapped, job.optimizer, batch, targets)
-    return _accumulate(job, scaler, rows, targets), None
+def _forward_backward(
+    setup: TrainSetup, step: OptimizerStep, rows: list[int], targets: int, name: str
+) -> tuple[torch.Tensor, float | None]:
+    """The step's sums, with its gradients left in place; or with the update done already, and then the norm."""
+    # the settings are read each time: they may have changed, and then gradients of smaller micro-batches add up
+    micro = setup.memory.micro_batch_rows
+    if setup.step_in_backward and len(rows) <= micro:
+        return step.forward_backward_update(micro_batch(setup, rows, rows[0]), targets, name=name)
+    mine = split_step(rows, micro=micro, rank=ranks.rank(), world_size=ranks.world_size())
+    batches = (micro_batch(setup, each, rows[0]) for each in mine)
+    return step.forward_backward(batches, len(mine), targets), None
 
 
-def _accumulate(job: Job, scaler: torch.amp.GradScaler, rows: list[int], targets: int) -> float:
-    """Gradients of the window's token-mean loss; returns that loss (the same on all ranks)."""
-    world = ranks.world_size()
-    micro_batches = split_window(rows, micro=job.train.per_device_train_batch_size, rank=ranks.rank(), world_size=world)
-    # engines average gradients over ranks, the loss is a sum over them: the strategy's factor undoes the average
-    factor = job.strategy.loss_factor / targets
-    device = job.accelerator.device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for index, micro in enumerate(micro_batches):
-        batch = to_device(_collate(job, micro, rows[0]), device)
-        last = index == len(micro_batches) - 1
-        # gradients are reduced once, in the backward pass of the last micro-batch
-        with job.strategy.accumulating(job.wrapped, last):
-            loss_sum, count = job.wrapped(batch)
-            job.strategy.backward(loss_sum * factor, scaler)
-        sums += torch.stack([loss_sum.detach().double(), count.double()])
-    if world > 1:
+def _read(sums: torch.Tensor, targets: int) -> list[float]:
+    """The objective's sums over all ranks, as numbers. Reads the device, once a step."""
+    if ranks.world_size() > 1:
         torch.distributed.all_reduce(sums)
-    total, counted = float(sums[0]), int(sums[1])
-    if counted != targets:
-        raise AssertionError(f"{counted} targets reached the loss, the rows hold {targets}")
-    return total / targets
+    totals: list[float] = sums.tolist()
+    if int(totals[1]) != targets:
+        raise AssertionError(f"{int(totals[1])} targets reached the loss, the rows hold {targets}")
+    return totals
 
 
-def _collate(job: Job, micro: list[int], spare: int) -> dict[str, torch.Tensor]:
+def micro_batch(setup: TrainSetup, rows: list[int], spare: int) -> dict[str, Any]:
     """A micro-batch; an empty one becomes ``spare`` with nothing to train, which adds exactly 0 on this rank."""
-    batch = collate([job.rows[row] for row in (micro or [spare])], job.pad_id, flat=job.flat)
-    if not micro:
-        batch["labels"] = torch.full_like(batch["labels"], -100)
-    return batch
+    batch = setup.objective.collate(setup.rows, rows or [spare])
+    return to_device(batch if rows else setup.objective.without_targets(batch), setup.device)
 
 
 def _due(every: int | None, step: int, plan: TrainPlan) -> bool:
@@ -194,28 +167,31 @@ def _due(every: int | None, step: int, plan: TrainPlan) -> bool:
     return step == plan.total_steps or step % (every or plan.steps_per_epoch) == 0
 
 
-def _evaluate(job: Job) -> EvalResult:
-    assert job.eval_rows is not None
+def _evaluate(setup: TrainSetup) -> EvalResult:
+    assert setup.eval_rows is not None
     result = evaluate_rows(
-        job.wrapped,
-        job.eval_rows,
-        batch_size=job.train.per_device_eval_batch_size,
-        pad_id=job.pad_id,
-        flat=job.flat,
-        device=job.accelerator.device,
+        setup.wrapped,
+        setup.eval_rows,
+        setup.objective,
+        batch_size=setup.memory.eval_batch_rows,
+        device=setup.device,
         rank=ranks.rank(),
         world_size=ranks.world_size(),
     )
-    job.strategy.rest(job.wrapped)
+    setup.strategy.rest(setup.wrapped)
     return result
 
 
-def _evaluate_and_compare(job: Job, state: LoopState, hooks: Hooks) -> dict[str, float]:
-    result = _climbing(job, hooks, lambda: _evaluate(job))
+def _evaluate_and_compare(setup: TrainSetup, state: LoopState, hooks: Hooks) -> dict[str, float]:
+    result = _retrying(setup, hooks, lambda: _evaluate(setup))
     state.eval_loss = result.loss
     if state.best_eval_loss is None or result.loss < state.best_eval_loss:
         state.best_eval_loss, state.best_step = result.loss, state.step
-    return {"eval_loss": result.loss, "eval_perplexity": result.perplexity}
+    return _eval_record(result)
+
+
+def _eval_record(result: EvalResult) -> dict[str, float]:
+    return {f"eval_{name}": value for name, value in result.metrics.items()}
 
 
 def rows_sha256(rows: list[int]) -> str:

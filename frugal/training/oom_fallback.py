@@ -9,51 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from frugal.errors import MemoryBudgetError
 from frugal.memory.checkpointing import CheckpointHandle, Policy, apply_activation_checkpointing
 from frugal.models.modules.fused import FrugalGatedMLP
-from frugal.training.job import Job
+from frugal.objectives import LossModule
 
 SMALL_LOSS_CHUNK = 64
 SMALL_MLP_TILE = 64
 """Tokens. Below these, products are slow on every device and the buffers no longer matter."""
+_LEANER: dict[Policy, Policy] = {"none": "recompute", "recompute": "offload", "offload": "disk"}
 
 
 @dataclass
-class Ladder:
-    """The rungs of one run, and those taken."""
+class MemorySettings:
+    """How much of a step exists at a time. Each method makes that less and says how, or returns None: no less."""
 
-    job: Job
-    handle: CheckpointHandle
-    scratch_dir: str | None
-    on_cuda: bool
-    say: Callable[[str], None]
-    advice: Callable[[], str] = lambda: ""
-    """What would fit, for the error at the end of the ladder."""
-    taken: list[str] = field(default_factory=list)
+    module: LossModule
+    micro_batch_rows: int
+    """Rows of a training micro-batch on each rank."""
+    eval_batch_rows: int
+    checkpointing: CheckpointHandle = field(default_factory=lambda: CheckpointHandle("none"))
+    scratch_dir: str | None = None
 
-    def next(self, reason: str) -> None:
-        """Take the next rung that changes something.
-
-        Raises MemoryBudgetError when there is none left.
-        """
-        for rung in (self._chunks, self._checkpoint, self._rows):
-            done = rung()
-            if done is not None:
-                self.taken.append(done)
-                self.say(f"out of memory ({_short(reason)}): {done}; the step is done again, with the same result")
-                return
-        tried = f" Tried: {', '.join(self.taken)}." if self.taken else ""
-        raise MemoryBudgetError(f"the run does not fit: {_short(reason)}.{tried} {self.advice()}".rstrip())
-
-    def close(self) -> None:
-        """Undo checkpointing."""
-        self.handle.close()
-
-    def _chunks(self) -> str | None:
-        module = self.job.module
+    def shrink_chunks(self) -> str | None:
+        """Compute loss and MLP over fewer tokens at a time."""
+        module = self.module
         tiles = [m for m in module.modules() if isinstance(m, FrugalGatedMLP)]
         small = module.chunk_tokens is not None and module.chunk_tokens <= SMALL_LOSS_CHUNK
         if small and all(m.tile_tokens is not None and m.tile_tokens <= SMALL_MLP_TILE for m in tiles):
@@ -63,27 +44,55 @@ class Ladder:
             mlp.tile_tokens = min(mlp.tile_tokens or SMALL_MLP_TILE, SMALL_MLP_TILE)
         return f"loss in chunks of {module.chunk_tokens} tokens, MLP in tiles of {SMALL_MLP_TILE}"
 
-    def _checkpoint(self) -> str | None:
-        after: dict[Policy, Policy] = {"none": "recompute", "recompute": "offload", "offload": "disk"}
-        policy = after.get(self.handle.policy)
-        if policy == "offload" and not self.on_cuda:  # on a CPU the inputs would stay in the same memory
-            policy = "disk"
+    def keep_less(self) -> str | None:
+        """Checkpoint activations with the next leaner policy."""
+        policy = _LEANER.get(self.checkpointing.policy)
+        if policy == "offload" and next(self.module.parameters()).device.type != "cuda":
+            policy = "disk"  # on a CPU the inputs would stay in the same memory
         if policy is None:
             return None
-        self.handle.close()
-        self.handle = apply_activation_checkpointing(self.job.module.model, policy, scratch_dir=self.scratch_dir)
+        self.checkpointing.close()
+        self.checkpointing = apply_activation_checkpointing(self.module.model, policy, scratch_dir=self.scratch_dir)
         return f"memory.checkpoint: {policy}"
 
-    def _rows(self) -> str | None:
-        train = self.job.train
-        rows = train.per_device_train_batch_size
-        evaluated = train.per_device_eval_batch_size
-        if rows == 1 and evaluated == 1:
+    def halve_rows(self) -> str | None:
+        """Put half as many rows into a micro-batch."""
+        if self.micro_batch_rows == 1 and self.eval_batch_rows == 1:
             return None
-        fewer, fewer_evaluated = max(1, rows // 2), max(1, evaluated // 2)
-        update: dict[str, Any] = {"per_device_train_batch_size": fewer, "per_device_eval_batch_size": fewer_evaluated}
-        self.job.train = train.model_copy(update=update)
-        return f"{fewer} rows a micro-batch, {fewer_evaluated} an evaluation batch, as many a step as before"
+        self.micro_batch_rows = max(1, self.micro_batch_rows // 2)
+        self.eval_batch_rows = max(1, self.eval_batch_rows // 2)
+        return (
+            f"{self.micro_batch_rows} rows a micro-batch, {self.eval_batch_rows} an evaluation batch, as many a step "
+            "as before"
+        )
+
+    def close(self) -> None:
+        """Undo checkpointing."""
+        self.checkpointing.close()
+
+
+@dataclass
+class OutOfMemoryFallback:
+    """Changes the memory settings of one run, one at a time."""
+
+    memory: MemorySettings
+    say: Callable[[str], None]
+    advice: Callable[[], str] = lambda: ""
+    """What would fit, for the error when nothing is left to change."""
+    taken: list[str] = field(default_factory=list)
+    """What was changed, in order."""
+
+    def next(self, reason: str) -> None:
+        """Make the next change that changes something. Raises MemoryBudgetError when there is none left."""
+        memory = self.memory
+        for change in (memory.shrink_chunks, memory.keep_less, memory.halve_rows):
+            done = change()
+            if done is not None:
+                self.taken.append(done)
+                self.say(f"out of memory ({_short(reason)}): {done}; the step is done again, with the same result")
+                return
+        tried = f" Tried: {', '.join(self.taken)}." if self.taken else ""
+        raise MemoryBudgetError(f"the run does not fit: {_short(reason)}.{tried} {self.advice()}".rstrip())
 
 
 def _short(reason: str) -> str:

@@ -17,7 +17,7 @@ __all__ = [
     "build_optimizer",
     "load_optimizer_state",
     "optimizer_state",
-    "set_rate",
+    "set_lr",
     "trainable",
 ]
 
@@ -63,7 +63,7 @@ def build_optimizer(parameters: dict[str, nn.Parameter], train: TrainSection) ->
     )
 
 
-def set_rate(optimizer: Optimizer, factor: float) -> float:
+def set_lr(optimizer: Optimizer, factor: float) -> float:
     """Set every group's learning rate to factor x initial_lr; returns that of the group with the smallest one."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor

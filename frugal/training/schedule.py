@@ -16,8 +16,12 @@ import torch
 from transformers import get_scheduler
 
 from frugal.config import TrainSection
-from frugal.data import step_batches
 from frugal.errors import DataError
+
+_MEGA_BATCH = 50
+"""Steps whose rows are sorted by length together. More: less padding; fewer: more random."""
+_JITTER = 0.1
+"""Lengths are sorted as if up to this part longer, so that neighbours change from epoch to epoch."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,8 @@ class StepOrder:
         return [int(row) for row in self._batches[index]]
 
 
-def split_window(rows: list[int], *, micro: int, rank: int, world_size: int) -> list[list[int]]:
-    """This rank's micro-batches of one window.
+def split_step(rows: list[int], *, micro: int, rank: int, world_size: int) -> list[list[int]]:
+    """This rank's micro-batches of one optimizer step.
 
     Every rank gets the same number of micro-batches, because data parallelism needs all of them in the backward pass;
     a rank that has no row left in the last one gets an empty list there.
@@ -98,7 +102,7 @@ def split_window(rows: list[int], *, micro: int, rank: int, world_size: int) -> 
     return [rows[start : start + micro] for start in starts]
 
 
-def rate_factor(train: TrainSection, plan: TrainPlan) -> Callable[[int], float]:
+def lr_lambda(train: TrainSection, plan: TrainPlan) -> Callable[[int], float]:
     """Factor on the learning rate for step number ``step`` (0-based), by transformers' schedule of that name.
 
     Past the end the factor stays what it was at the end: the cosine alone would climb again.
@@ -114,3 +118,42 @@ def rate_factor(train: TrainSection, plan: TrainPlan) -> Callable[[int], float]:
     )
     raw = scheduler.lr_lambdas[0]
     return lambda step: float(raw(min(step, plan.total_steps)))
+
+
+def step_batches(
+    lengths: np.ndarray, *, seed: int, epoch: int, global_batch: int, group_by_length: bool
+) -> list[np.ndarray]:
+    """Row numbers of each optimizer step of an epoch.
+
+    Every row comes once an epoch. All steps have ``global_batch`` rows, only the last one may have fewer. With
+    ``group_by_length`` rows of like length share a step: shuffled rows are cut into spans of 50 steps, each span is
+    sorted by length (give or take a tenth, else small data would have the same steps in every epoch), and the order of
+    the steps is shuffled again.
+
+    Args:
+        lengths: int [rows], tokens of each row; looked at only with ``group_by_length``.
+        seed: the run's seed.
+        epoch: 0-based; every epoch has its own order.
+        global_batch: rows of a step over all micro-batches and ranks.
+
+    Returns:
+        int64 arrays, one a step.
+    """
+    if global_batch < 1:
+        raise ValueError(f"global_batch must be at least 1, got {global_batch}")
+    rows = len(lengths)
+    # PCG64 and SeedSequence give the same numbers on every machine and version of numpy.
+    random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+    order = random.permutation(rows).astype(np.int64)
+    if group_by_length:
+        span = _MEGA_BATCH * global_batch
+        sizes = np.asarray(lengths) * (1 + _JITTER * random.random(rows))
+        parts = [order[at : at + span] for at in range(0, rows, span)]
+        order = np.concatenate([part[np.argsort(-sizes[part], kind="stable")] for part in parts] or [order])
+    steps = [order[at : at + global_batch] for at in range(0, rows, global_batch)]
+    if group_by_length and len(steps) > 1:
+        short = steps.pop() if len(steps[-1]) < global_batch else None
+        steps = [steps[place] for place in random.permutation(len(steps))]
+        if short is not None:
+            steps.append(short)
+    return steps

@@ -1,7 +1,7 @@
-"""The first step before the first step: the longest micro-batch of the whole run, through all that a step does.
+"""The warm-up step before training: the longest micro-batch of the whole run, through all that a step does.
 
 What does not fit shows here, at step 0, and not hours later. Adapter, optimizer state and random generators are put
-back bit for bit, so that a run with a probe is the run without one.
+back bit for bit, so that a run with a warm-up step is the run without one.
 """
 
 from __future__ import annotations
@@ -11,23 +11,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from frugal.data import collate
 from frugal.distributed import group as ranks
-from frugal.distributed.optimizer_state import named_parameters
-from frugal.distributed.strategy import Strategy
 from frugal.memory.meter import LiveBytesMeter
-from frugal.training.evaluate import evaluate_rows, to_device
-from frugal.training.in_backward import OptimizerInBackward
-from frugal.training.job import Job
-from frugal.training.randomness import rng_state, set_rng_state
-from frugal.training.schedule import StepOrder, TrainPlan, split_window
+from frugal.training.evaluate import evaluate_rows, longest_first
+from frugal.training.loop import micro_batch
+from frugal.training.schedule import StepOrder, TrainPlan, split_step
+from frugal.training.setup import TrainSetup, rng_state, set_rng_state
+from frugal.training.step import OptimizerStep
 
 
 @dataclass(frozen=True)
-class ProbeResult:
-    """Peaks of the probe. On a CPU of live tensors, on CUDA of the allocator."""
+class WarmupResult:
+    """Peaks of the warm-up step. On a CPU of live tensors, on CUDA of the allocator."""
 
     step_bytes: int
     eval_bytes: int
@@ -36,7 +32,7 @@ class ProbeResult:
     """0: no checkpoint was written."""
     rows: int
     tokens: int
-    """Of the micro-batch that was probed, padding counted."""
+    """Of the micro-batch that was run, padding counted."""
 
 
 def micro_batch_tokens(lengths: np.ndarray, rows: list[int], *, flat: bool) -> int:
@@ -53,126 +49,86 @@ def longest_micro_batch(
     longest: list[int] = []
     most = -1
     for step in range(first_step, plan.total_steps):
-        window = order.rows_of(step)
+        step_rows = order.rows_of(step)
         for rank in range(world):
-            for rows in split_window(window, micro=micro, rank=rank, world_size=world):
+            for rows in split_step(step_rows, micro=micro, rank=rank, world_size=world):
                 tokens = micro_batch_tokens(lengths, rows, flat=flat) if rows else 0
                 if tokens > most:
                     longest, most = rows, tokens
     return longest
 
 
-def longest_first(lengths: np.ndarray) -> list[int]:
-    """Row ids as evaluation takes them."""
-    return sorted(range(len(lengths)), key=lambda row: (-int(lengths[row]), row))
-
-
-def longest_eval_rows(job: Job) -> list[int]:
-    """Row ids of the evaluation batch with the most tokens."""
-    if job.eval_rows is None:
-        return []
-    return longest_first(job.eval_rows.lengths)[: job.train.per_device_eval_batch_size]
-
-
-def run_probe(
-    job: Job, *, first_step: int = 0, limit_bytes: int | None = None, save: Callable[[], None] | None = None
-) -> ProbeResult:
-    """Run it: a step, an evaluation, then ``save``, which writes a checkpoint and removes it.
+def run_warmup_step(
+    setup: TrainSetup, *, first_step: int = 0, limit_bytes: int | None = None, save: Callable[[], None] | None = None
+) -> WarmupResult:
+    """Run a step, an evaluation batch, then ``save``, which writes a checkpoint and removes it.
 
     ``limit_bytes``: the budget, enforced by the meter where storages are followed (not on CUDA, whose allocator has a
     limit of its own).
 
     Raises what an out-of-memory raises; everything is put back then too.
     """
-    device = job.accelerator.device
-    rows = longest_micro_batch(
-        job.order,
-        job.plan,
-        job.rows.lengths,
-        micro=job.train.per_device_train_batch_size,
-        flat=job.flat,
-        first_step=first_step,
-    )
-    with put_back(job):
-        _have_state(job)
-        with LiveBytesMeter(job.module, job.optimizer, limit_bytes=limit_bytes) as meter:
-            _step(job, rows, device)
-        step_bytes = meter.peak_bytes
-        eval_bytes = 0
-        chosen = longest_eval_rows(job)
-        if chosen and job.eval_rows is not None:
-            bounds = job.eval_rows.row_docs
-            groups = [range(int(bounds[row]), int(bounds[row + 1])) for row in chosen]
-            with LiveBytesMeter(job.module, job.optimizer, limit_bytes=limit_bytes) as meter:
-                evaluate_rows(
-                    job.wrapped,
-                    job.eval_rows.grouped(groups),
-                    batch_size=len(chosen),
-                    pad_id=job.pad_id,
-                    flat=job.flat,
-                    device=device,
-                )
-            eval_bytes = meter.peak_bytes
-            job.strategy.rest(job.wrapped)
-        save_bytes = 0
-        if save is not None:
-            with LiveBytesMeter(job.module, job.optimizer, limit_bytes=limit_bytes) as meter:
-                save()
-            save_bytes = meter.peak_bytes
-    tokens = micro_batch_tokens(job.rows.lengths, rows, flat=job.flat)
-    return ProbeResult(step_bytes, eval_bytes, save_bytes, len(rows), tokens)
+    flat, lengths = setup.objective.flat, setup.rows.lengths
+    micro = setup.memory.micro_batch_rows
+    rows = longest_micro_batch(setup.order, setup.plan, lengths, micro=micro, flat=flat, first_step=first_step)
+
+    def peak(action: Callable[[], object]) -> int:
+        with LiveBytesMeter(setup.module, setup.optimizer, limit_bytes=limit_bytes) as meter:
+            action()
+        return meter.peak_bytes
+
+    with put_back(setup):
+        # an overflow leaves out the update, which is to be measured: no loss scaling
+        step = setup.optimizer_step(loss_scaling=False)
+        step.put_state()  # a later step, which finds it, needs the most
+        step_bytes = peak(lambda: _run(setup, step, rows))
+        evaluated = _longest_eval_batch(setup)
+        eval_bytes = 0 if evaluated is None else peak(evaluated)
+        setup.strategy.rest(setup.wrapped)
+        save_bytes = 0 if save is None else peak(save)
+    return WarmupResult(step_bytes, eval_bytes, save_bytes, len(rows), micro_batch_tokens(lengths, rows, flat=flat))
 
 
-def _have_state(job: Job) -> None:
-    """Optimizer state before the first step, so that a later one, which finds it, is what is measured.
-
-    Not where an engine steps by itself: its first step is measured.
-    """
-    if job.optimizer.state or type(job.strategy).step is not Strategy.step:
+def _run(setup: TrainSetup, step: OptimizerStep, rows: list[int]) -> None:
+    """One optimizer step over ``rows``; of several micro-batches one that finds the gradients of an earlier one."""
+    setup.wrapped.train()
+    targets = max(1, setup.objective.targets(setup.rows, rows))
+    accumulates = setup.plan.global_batch > setup.memory.micro_batch_rows * ranks.world_size()
+    if setup.step_in_backward and not accumulates:
+        step.forward_backward_update(micro_batch(setup, rows, rows[0]), targets, name="warm-up step")
         return
-    for parameter in named_parameters(job.optimizer).values():
-        parameter.grad = torch.zeros_like(parameter)
-    job.optimizer.step()
-    job.strategy.zero_grad(job.optimizer)
+    micro_batches = 1
+    if accumulates:
+        if setup.strategy.gradients_wait:  # whole, until they are reduced: a first micro-batch puts them there
+            micro_batches = 2
+        else:
+            step.put_gradients()
+    step.forward_backward((micro_batch(setup, rows, rows[0]) for _ in range(micro_batches)), micro_batches, targets)
+    step.update()
 
 
-def _step(job: Job, rows: list[int], device: torch.device) -> None:
-    """Forward, backward, norm and update of one micro-batch, as a step does them."""
-    accumulates = job.train.gradient_accumulation_steps > 1
-    if accumulates and not job.strategy.gradients_wait:  # later micro-batches find gradients there
-        for parameter in named_parameters(job.optimizer).values():
-            parameter.grad = torch.zeros_like(parameter)
-    job.wrapped.train()
-    batch = to_device(collate([job.rows[row] for row in rows], job.pad_id, flat=job.flat), device)
-    if job.step_in_backward:
-        loss_sum, count = job.wrapped(batch)
-        with OptimizerInBackward(job.optimizer, gradient_accumulation_steps=1, max_grad_norm=0.0):
-            (loss_sum / count.clamp(min=1)).backward()
-        return
-    scaler = torch.amp.GradScaler(device.type, enabled=False)
-    # where gradients wait elsewhere (whole, until they are reduced), a first micro-batch puts them there
-    for last in (False, True) if accumulates and job.strategy.gradients_wait else (True,):
-        with job.strategy.accumulating(job.wrapped, last):
-            loss_sum, count = job.wrapped(batch)
-            job.strategy.backward(loss_sum / count.clamp(min=1), scaler)
-        del loss_sum
-    job.strategy.norm_and_clip(job.optimizer, job.train.max_grad_norm, scaler)
-    job.strategy.step(job.optimizer, scaler)
-    job.strategy.zero_grad(job.optimizer)
+def _longest_eval_batch(setup: TrainSetup) -> Callable[[], object] | None:
+    """Evaluates the batch with the most tokens; None: nothing is evaluated."""
+    data = setup.eval_rows
+    if data is None:
+        return None
+    chosen = longest_first(data.lengths)[: setup.memory.eval_batch_rows]
+    bounds = data.row_docs
+    picked = data.grouped([range(int(bounds[row]), int(bounds[row + 1])) for row in chosen])
+    return lambda: evaluate_rows(setup.wrapped, picked, setup.objective, batch_size=len(chosen), device=setup.device)
 
 
 @contextmanager
-def put_back(job: Job) -> Iterator[None]:
+def put_back(setup: TrainSetup) -> Iterator[None]:
     """Weights, optimizer state, random generators and mode afterwards are those before, bit for bit."""
-    device = job.accelerator.device
-    generators = rng_state(device)
-    training = job.module.training
-    put_back_tensors = job.strategy.remember(job.optimizer)
+    generators = rng_state(setup.device)
+    training = setup.module.training
+    put_back_tensors = setup.strategy.remember(setup.optimizer)
     try:
         yield
     finally:
-        job.strategy.zero_grad(job.optimizer)
-        job.strategy.rest(job.wrapped)
+        setup.strategy.zero_grad(setup.optimizer)
+        setup.strategy.rest(setup.wrapped)
         put_back_tensors()
-        job.wrapped.train(training)
-        set_rng_state(generators, device)
+        setup.wrapped.train(training)
+        set_rng_state(generators, setup.device)

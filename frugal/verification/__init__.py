@@ -1,7 +1,7 @@
-"""`frugal doctor`: what this device is, what each operation would run as and why, and whether the numbers are right."""
+"""Checks that can fail: of this machine (`frugal doctor`), and of a model, a run or an export."""
 
-from frugal.verification.checks import run_checks
 from frugal.verification.examine import Diagnosis, doctor, examine
-from frugal.verification.judge import Check
+from frugal.verification.judge import Check, Measurement, Subject
+from frugal.verification.registry import CHECKS, CheckRow, run_checks
 
-__all__ = ["Check", "Diagnosis", "doctor", "examine", "run_checks"]
+__all__ = ["CHECKS", "Check", "CheckRow", "Diagnosis", "Measurement", "Subject", "doctor", "examine", "run_checks"]

@@ -20,9 +20,10 @@ from frugal.manifest import versions
 from frugal.ops import Choice
 from frugal.ops.choice import choices
 from frugal.ops.target import Target, no_tensor_cores, no_triton, target_of
-from frugal.verification.checks import run_checks
-from frugal.verification.judge import Check
+from frugal.units import gib
+from frugal.verification.judge import Check, Subject
 from frugal.verification.kernel_checks import KERNELS
+from frugal.verification.registry import run_checks
 
 _SHOWN_VERSIONS = ("frugal", "torch", "transformers", "peft", "bitsandbytes", "triton", "python")
 
@@ -70,7 +71,7 @@ def examine() -> Diagnosis:
     device = probe()
     target = target_of(device.torch_device)
     dtype = resolve_dtype("auto", device)
-    checks = run_checks(device.torch_device, dtype.compute)
+    checks = list(run_checks(Subject(device.torch_device, dtype.compute)))
     return Diagnosis(
         device,
         target,
@@ -134,8 +135,7 @@ def render(found: Diagnosis) -> Group:
 
 def _parts(found: Diagnosis) -> Iterator[Any]:
     device = found.device
-    gigabytes = device.total_bytes / 2**30
-    yield Text(f"{device.name} ({found.target.label}), {gigabytes:.1f} GiB", style="bold")
+    yield Text(f"{device.name} ({found.target.label}), {gib(device.total_bytes)}", style="bold")
     yield Text(f"computes in {str(found.dtype.compute).removeprefix('torch.')}: {found.dtype.reason}")
     yield Text(", ".join(f"{name} {found.versions[name]}" for name in _SHOWN_VERSIONS if name in found.versions))
     for note in found.notes:

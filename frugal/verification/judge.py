@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Values = Sequence[Tensor]
+Random = Callable[..., Tensor]
+"""Normal numbers of the shape given."""
 _ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 SLACK = {torch.float16: 8.0, torch.bfloat16: 8.0, torch.float32: 64.0}  # roundings of the result besides
 
@@ -79,3 +81,38 @@ def with_gradients(function: Callable[..., Tensor], inputs: Values, grad: Tensor
     out = function(*leaves)
     upstream = torch.ones_like(out) if grad is None else grad.to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+Need = Literal["model", "rows", "run"]
+"""What a check may need besides this machine."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked: an operation's numbers on ``device`` in ``dtype``, and later the user's own model or run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    has: frozenset[Need] = frozenset()
+    """What there is besides this machine."""
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def random(self, *shape: int) -> Tensor:
+        """Normal numbers of ``shape``, drawn on the CPU so that every device gets the same."""
+        return torch.randn(*shape, generator=self.generator).to(device=self.device, dtype=self.dtype)
+
+    @property
+    def where(self) -> str:
+        """For `Check.where`."""
+        return "run on this GPU" if self.device.type == "cuda" else "run on this CPU"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One comparison of a check, not run yet."""
+
+    op: str
+    implementation: str
+    what: str
+    error: Callable[[], float]
+    """The largest error as a part of what is allowed; right up to 1."""

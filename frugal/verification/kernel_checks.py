@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,29 +13,25 @@ from torch import Tensor
 
 from frugal.codecs import dequantize_nf4, quantize_nf4
 from frugal.codecs.nf4_codes import nested_code, nf4_code
-from frugal.ops import rms_norm_reference, rope_reference
+from frugal.ops import IGNORE_INDEX, rms_norm_reference, rope_reference
 from frugal.ops.target import no_triton, target_of
-from frugal.verification.judge import Check, judged, share_of_allowed, worst
+from frugal.verification.judge import Measurement, Subject, share_of_allowed, worst
 
 KERNELS = ("nf4", "rms_norm", "rope", "gated", "cross_entropy", "adam8bit", "attention")
 
 
-def kernel_checks(
-    device: torch.device, dtype: torch.dtype, random: Callable[..., Tensor], where: str
-) -> list[Check]:  # fmt: skip
+def kernel_checks(subject: Subject) -> Iterator[Measurement]:
     """Element-wise and row kernels; attention is checked with the operations, where it has a row of its own."""
-    if no_triton(target_of(device), dtype) is not None:
-        return []
-    return [
-        judged(f"kernels.{name}", "triton", what, where, device, lambda check=check: check(random))  # type: ignore[misc]
-        for name, what, check in (
-            ("nf4", "bitsandbytes' bits", _nf4),
-            ("rms_norm", "forward, backward", _rms_norm),
-            ("rope", "q and k in place", _rope),
-            ("gated", "SiLU, both ways", _gated),
-            ("cross_entropy", "loss and gradient", _cross_entropy),
-        )
-    ]
+    if no_triton(target_of(subject.device), subject.dtype) is not None:
+        return
+    for name, what, error in (
+        ("nf4", "bitsandbytes' bits", _nf4),
+        ("rms_norm", "forward, backward", _rms_norm),
+        ("rope", "q and k in place", _rope),
+        ("gated", "SiLU, both ways", _gated),
+        ("cross_entropy", "loss and gradient", _cross_entropy),
+    ):
+        yield Measurement(f"kernels.{name}", "triton", what, partial(error, subject.random))
 
 
 def _module(name: str) -> Any:
@@ -104,7 +101,7 @@ def _cross_entropy(random: Callable[..., Tensor]) -> float:
 
 def _cross_entropy_of(logits: Tensor, once: bool) -> float:
     labels = torch.arange(logits.shape[0], device=logits.device) * 50
-    labels[3] = -100
+    labels[3] = IGNORE_INDEX
 
     def reference(to: torch.dtype) -> list[Tensor]:
         leaf = logits.to(to).requires_grad_()

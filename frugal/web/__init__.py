@@ -1,0 +1,1 @@
+"""Pages for a browser: the run's report, the preview, charts; Jinja templates without outside resources."""

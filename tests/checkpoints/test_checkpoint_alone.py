@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from frugal.exports.merge import merge
-from frugal.inference.chat import load_run
+from frugal.exports.registry import merge
+from frugal.inference.load import load_run
 from frugal.run.train import train
 from tests.support import runs
 

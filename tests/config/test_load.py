@@ -128,7 +128,7 @@ def test_faults_of_overrides_name_them() -> None:
         "override train.seed=2: given twice with different values; keep one",
         "override lora.modules_to_save=[a: line 1: expected ',' or ']', but got '<stream end>' "
         "(while parsing a flow sequence)",
-        "override train.max_steps=x: got 'x'; a whole number is meant",
+        "override train.max_steps=x: must be a whole number >= 1, got 'x'",
         "override trian.seed=1: trian: unknown key at the top level; did you mean train?",
     ]
 
@@ -138,7 +138,7 @@ def test_faults_of_overrides_name_them() -> None:
     [
         (["lora.init_lora_weights=pissa"], "pissa starts from the unquantised weights"),
         (["lora.init_lora_weights=loftq"], "set model.quantize: none"),
-        (["data.eval_split=1.5"], "got 1.5; from 1 on it is a number of rows and must be whole"),
+        (["data.eval_split=1.5"], "must be a whole number of rows, or a fraction below 1, got 1.5"),
         (["data.eval_split=0.1", "data.eval=e.jsonl"], "set together with data.eval"),
         (["output.keep_best=true"], "needs evaluation rows"),
         (["train.eval_steps=5"], "nothing to evaluate on"),
@@ -146,20 +146,20 @@ def test_faults_of_overrides_name_them() -> None:
             ["output.keep_best=true", "data.eval_split=10", "output.save_steps=5", "train.eval_steps=2"],
             "output.save_steps (5) must be a multiple of train.eval_steps (2)",
         ),
-        (["train.warmup_steps=9", "train.max_steps=5"], "got 9, more than train.max_steps (5)"),
+        (["train.warmup_steps=9", "train.max_steps=5"], "must be at most train.max_steps (5), got 9"),
         (["train.warmup_steps=9", "train.warmup_ratio=0.1"], "set together with train.warmup_ratio"),
         (["train.warmup_ratio=0.1", "train.lr_scheduler_type=constant"], "write constant_with_warmup"),
         (["train.min_lr_ratio=0.2"], "has no effect with train.lr_scheduler_type: cosine"),
         (["lora.target_modules=[lm_head]", "lora.modules_to_save=lm_head"], "lm_head: also in lora.target_modules"),
         (["lora.target_modules=[]"], "names no module"),
         (["data.train=[]"], "is an empty list"),
-        (["train.learning_rate=0"], "override train.learning_rate=0: got 0; allowed: above 0"),
-        (["train.adam_beta1=1.5"], "got 1.5; allowed: below 1 and at least 0"),
-        (["model.quantize=~"], "got nothing; allowed: nf4, none. Write none to turn it off"),
-        (["model.dtype=BFloat16"], "Write bfloat16"),
-        (["train.report_to=~"], "Write [] for none"),
-        (["data.eval_split=10%"], "Write 0.1"),
-        (["model.base="], "got nothing; text is meant"),
+        (["train.learning_rate=0"], "override train.learning_rate=0: must be a number > 0, got 0"),
+        (["train.adam_beta1=1.5"], "must be a number >= 0 and < 1, got 1.5"),
+        (["model.quantize=~"], "must be nf4 or none, got nothing: write none"),
+        (["model.dtype=BFloat16"], "got 'BFloat16': write bfloat16"),
+        (["train.report_to=~"], "got nothing: write [] for none"),
+        (["data.eval_split=10%"], "got '10%': write 0.1"),
+        (["model.base="], "must be text, got nothing"),
     ],
 )
 def test_what_is_refused(change: list[str], message: str) -> None:
@@ -190,9 +190,15 @@ def test_missing_keys_say_what_they_are() -> None:
     [
         (b"", "the file is empty"),
         (b"# only a comment\n", "the file is empty"),
-        (b"just text\n", "line 1: got the text 'just text' at the top"),
+        (
+            b"just text\n",
+            "line 1: expected sections (model, lora, data, train, memory, distributed, output), got 'just text'",
+        ),
         (b"model: {base: \xff}\n", "not UTF-8 text (byte 14 is 0xff)"),
-        (b"model: smollm2\ndata: rows.jsonl\n", "model: got 'smollm2'; a section is meant: keys (base, revision"),
+        (
+            b"model: smollm2\ndata: rows.jsonl\n",
+            "model: must be a section with keys (base, revision, quantize, ...) below it, got 'smollm2'",
+        ),
         ("model: {base: 模型}\n".encode("utf-16"), "not UTF-8"),
     ],
 )
@@ -233,6 +239,66 @@ def test_dump_and_load_give_the_same(tmp_path: pathlib.Path) -> None:
         assert load_config(write(tmp_path, text)) == config, text
         assert yaml.safe_load(text)["output"]["sample_prompts"] == AWKWARD  # a YAML 1.1 reader sees the same text
         assert load_config(config) == config
+
+
+def test_every_auto_can_be_written_back_resolved(tmp_path: pathlib.Path) -> None:
+    config = load_config(MINIMAL)
+    resolved = {"model.dtype": "float16", "memory.checkpoint": "disk", "memory.budget": "11.5GiB"}
+    resolved |= {"memory.attention": "sdpa", "memory.embedding": "host", "distributed.strategy": "zero1"}
+    flags = {"memory.optimizer_in_backward": True, "distributed.shard_base": False, "distributed.offload": False}
+    autos = {
+        f"{name}.{key}"
+        for name, section in config
+        for key, value in section
+        if value == "auto" and key != "chat_template"
+    }
+    assert autos == {*resolved, *flags}
+    for key, value in {**resolved, **flags}.items():
+        section, leaf = key.split(".")
+        changed = getattr(config, section).model_copy(update={leaf: value})
+        config = config.model_copy(update={section: changed})
+    again = load_config(write(tmp_path, dump_yaml(config)))
+    assert again == config
+    assert again.memory.optimizer_in_backward is True
+    assert again.distributed.offload is False
+    assert load_config(config) == config
+
+
+def test_label_smoothing() -> None:
+    assert load_config(MINIMAL).train.label_smoothing == 0.0
+    assert load_config(MINIMAL, ["train.label_smoothing=0.1"]).train.label_smoothing == 0.1
+    assert "must be a number >= 0 and < 1, got 1" in refused(MINIMAL, ["train.label_smoothing=1"])
+    message = refused({**MINIMAL, "train": {"label_smoothing_factor": 0.1}})
+    assert "unknown key in train; here it is called train.label_smoothing" in message
+
+
+def test_values_from_python_are_not_bent() -> None:
+    for section, key, value in [
+        ("train", "max_steps", True),
+        ("train", "learning_rate", True),
+        ("train", "seed", "seven"),
+        ("lora", "use_dora", 1),
+        ("distributed", "offload", 1),
+        ("model", "revision", 7),
+        ("model", "revision", b"main"),
+        ("output", "sample_prompts", [1]),
+        ("lora", "target_modules", [1]),
+        ("lora", "rank_pattern", {"q": 2.5}),
+    ]:
+        message = refused({**MINIMAL, section: {**MINIMAL.get(section, {}), key: value}})
+        assert f"{section}.{key}" in message
+        assert "must be " in message
+
+
+def test_faults_below_a_list_or_a_table_name_the_entry(tmp_path: pathlib.Path) -> None:
+    text = "model: {base: m}\noutput: {dir: o}\nlora:\n  rank_pattern:\n    q: x\ndata:\n  train:\n    - a.jsonl\n"
+    text += "    - path: b.jsonl\n      weight: 0\n      wieght: 1\ntrain:\n  report_to:\n    - wandb\n    - other\n"
+    assert [line.strip() for line in refused(write(tmp_path, text)).splitlines()[1:]] == [
+        "line 5: lora.rank_pattern.q: must be a whole number, got 'x'",
+        "line 10: data.train[1].weight: must be a number > 0, got 0",
+        "line 11: data.train[1].wieght: unknown key in data.train[1]; did you mean weight?",
+        "line 15: train.report_to[1]: must be tensorboard, wandb, mlflow or trackio, got 'other'",
+    ]
 
 
 def test_a_config_is_frozen() -> None:

@@ -87,7 +87,10 @@ def test_tabs(tmp_path: pathlib.Path) -> None:
 
 def test_a_list_at_the_top(tmp_path: pathlib.Path) -> None:
     message = refused(tmp_path, "- model\n- data\n")
-    assert "line 1: got a list at the top; sections are meant: model, lora, data, train" in message
+    assert (
+        "line 1: expected sections (model, lora, data, train, memory, distributed, output), got a list at the top"
+        in message
+    )
 
 
 def test_keys_of_your_own_start_with_x(tmp_path: pathlib.Path) -> None:

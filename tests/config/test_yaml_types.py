@@ -67,15 +67,14 @@ lora:
     lines = str(caught.value).splitlines()
     assert lines[0].endswith("config.yaml: 8 faults")
     wanted = [
-        "line 5: train.learning_rate: got '0.0002x'; a number is meant",
-        "line 6: train.seed: got '010', which starts with a zero, which some YAML readers take as octal: write 10, "
-        "or 0o10 for octal",
-        "line 7: train.warmup_steps: got '12:30'; a whole number is meant. Times and base-60 numbers are not read",
-        "line 8: train.max_steps: got 2.5; a whole number is meant",
-        "line 9: train.weight_decay: got '.inf', which is not a finite number",
-        "line 10: train.adam_beta2: got '1_0'; a number is meant. Write 10",
-        "line 12: lora.target_modules: got 'q_proj,v_proj', one text; a list is meant: write [q_proj, v_proj]",
-        "line 13: lora.use_dora: got 'no'; allowed: true or false. Write false",
+        "line 5: train.learning_rate: must be a number > 0, got '0.0002x'",
+        "line 6: train.seed: must not start with a zero, got '010': write 10",
+        "line 7: train.warmup_steps: must be a whole number >= 0, got '12:30'",
+        "line 8: train.max_steps: must be a whole number >= 1, got 2.5",
+        "line 9: train.weight_decay: must be a finite number, got '.inf'",
+        "line 10: train.adam_beta2: must be a number >= 0 and < 1, got '1_0': write 10",
+        "line 12: lora.target_modules: must be a list, got 'q_proj,v_proj': write [q_proj, v_proj]",
+        "line 13: lora.use_dora: must be true or false, got 'no': write false",
     ]
     assert [line.strip() for line in lines[1:]] == wanted
 

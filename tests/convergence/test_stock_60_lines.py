@@ -18,9 +18,9 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, get_cosine_schedule_with_warmup
 
-from frugal.data import step_batches
 from frugal.run.train import train
 from frugal.training.log import read_log
+from frugal.training.schedule import step_batches
 from tests.support import runs
 
 STEPS, RATE = 20, 1e-3

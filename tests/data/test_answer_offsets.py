@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from frugal.data.types import Example
+from frugal.data.rows import Example
 from tests.support.rows import byte_tokenizer, prepare, trained_texts
 
 # Ċ is a line break and Ġ a space, as byte-level BPE writes them.

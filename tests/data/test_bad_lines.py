@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from frugal.config.models import SourceSection
-from frugal.data.examples import load_examples
+from frugal.config import SourceSection
+from frugal.data.sources.mixing import load_examples
 from frugal.errors import DataError
 
 GOOD = '{"prompt": "SECRET", "completion": "SECRET"}'
@@ -130,9 +130,9 @@ def test_truncated_gzip_stops_whatever_the_policy(tmp_path: Path, policy: str) -
 def test_bad_lines_are_dropped_when_asked_and_the_rest_stays(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f'{GOOD}\n[]\n{{"prompt": \n{GOOD}\n', encoding="utf-8")
-    examples, account = load_examples([SourceSection(path=str(path))], on_bad_row="drop", seed=0)
+    examples, report = load_examples([SourceSection(path=str(path))], on_bad_row="drop", seed=0)
     assert [example.line for example in examples] == [1, 4]
-    assert [(drop.reason, drop.rows, drop.first) for drop in account.drops] == [
+    assert [(drop.reason, drop.rows, drop.first) for drop in report.drops] == [
         ("the row is a list, not an object", 1, f"{path}:2"),
         ("not valid JSON", 1, f"{path}:3"),
     ]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from frugal.data import Example, Message, encode_prompt
-from frugal.data.prepare import RowPreparer
-from frugal.data.prompt import chat_renderer
-from frugal.data.tokenize import TextEncoder
+from frugal.data.encode import RowEncoder, chat_renderer
+from frugal.data.tokenizer import TextEncoder
 from tests.support.rows import byte_tokenizer, chat, prepare, trained_texts
 
 PLAIN = (
@@ -46,8 +45,8 @@ def test_preference_rows_begin_with_exactly_one(emits: bool, adds: bool, wanted:
     tokenizer = _tokenizer(emits=emits, adds=adds)
     pair = Example("preference", "p.jsonl", 1, messages=[Message("user", "hi")])
     pair.chosen, pair.rejected = [Message("assistant", "yes")], [Message("assistant", "no")]
-    preparer = RowPreparer(TextEncoder.from_tokenizer(tokenizer), chat_renderer(tokenizer, None))
-    for row, answer in zip(preparer.preference(pair), ("yes</s>", "no</s>"), strict=True):
+    row_encoder = RowEncoder(TextEncoder.from_tokenizer(tokenizer), chat_renderer(tokenizer, None))
+    for row, answer in zip(row_encoder.preference(pair), ("yes</s>", "no</s>"), strict=True):
         assert _leading(row.ids.tolist(), tokenizer.bos_token_id) == wanted
         assert trained_texts(tokenizer, row) == [answer]
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from frugal.config.models import DataSection, SourceSection
+from frugal.config import DataSection, SourceSection
 from frugal.data import Message, build, encode_prompt
-from frugal.data.measure import SetCount
-from frugal.data.tokenize import TextEncoder
-from frugal.data.truncate import fit
+from frugal.data.dataset import DatasetCounts, fit
+from frugal.data.tokenizer import TextEncoder
 from frugal.errors import DataError, UnsupportedError
 from tests.support.rows import byte_tokenizer, make_tokenizer, section, write_rows
 
@@ -45,8 +44,8 @@ def test_long_texts_are_split_not_cut(tmp_path: Path) -> None:
         "xy<|im_end|>",
     ]
     assert data.train.origins.tolist() == [0, 0, 0, 1]
-    assert data.train.supervised.tolist() == [7, 7, 3, 2]  # a row's first token has nothing before it
-    assert any("1 long texts were split into 3 rows" in note for note in data.account.notes)
+    assert data.train.num_targets.tolist() == [7, 7, 3, 2]  # a row's first token has nothing before it
+    assert any("1 long texts were split into 3 rows" in note for note in data.report.notes)
     assert data.template_report.line == "answers end with <|im_end|>: trained yes"
 
 
@@ -62,13 +61,13 @@ def test_held_out_rows_are_never_trained_not_even_as_copies(tmp_path: Path) -> N
         assert not held_out & set(trained)
         assert len(held_out) == 2  # copies go together, so nothing is lost
         assert len(trained) == 54
-        assert not data.account.drops
+        assert not data.report.drops
     other = write_rows(
         tmp_path / "eval.jsonl", [{"prompt": "p3", "completion": "c"}, {"prompt": "new", "completion": "c"}]
     )
     apart = build(section(path, eval=[{"path": str(other)}]), byte_tokenizer(), seed=0, vocab_size=300)
     assert len(apart.train) == 57
-    assert [(drop.reason, drop.rows) for drop in apart.account.drops] == [("the same row is held out", 3)]
+    assert [(drop.reason, drop.rows) for drop in apart.report.drops] == [("the same row is held out", 3)]
     again = build(section(path, eval_split=0.1), byte_tokenizer(), seed=4, vocab_size=300)
     assert again.eval is not None
     assert again.eval.input_ids.tolist() == data.eval.input_ids.tolist()
@@ -81,7 +80,7 @@ def test_weights_repeat_rows(tmp_path: Path) -> None:
     data = build(settings, byte_tokenizer(), seed=0, vocab_size=300)
     tokenizer = byte_tokenizer()
     assert [_text(tokenizer, row.input_ids)[:2] for row in data.train] == ["ab", "ab", "ab", "cd"]
-    assert data.account.figures["train"] == {
+    assert data.report.figures["train"] == {
         "rows_in": 4,
         "rows_out": 4,
         "tokens_in": 12,
@@ -113,7 +112,7 @@ def test_rows_that_the_template_refuses(tmp_path: Path) -> None:
     assert "on_bad_row: drop" in str(refused.value)
     data = build(section(path, on_bad_row="drop"), byte_tokenizer(picky), seed=0, vocab_size=300)
     assert len(data.train) == 1
-    assert data.account.rows_dropped() == 1
+    assert data.report.rows_dropped() == 1
 
 
 def test_slow_tokenizers_are_refused_with_the_reason() -> None:
@@ -174,11 +173,11 @@ def test_a_sentencepiece_like_tokenizer_keeps_its_ids_around_literal_tokens() ->
 
 
 def test_counts_survive_json() -> None:
-    count = SetCount(rows=3)
+    count = DatasetCounts(rows=3)
     count.lose("why", 2, 5)
     count.ends.ended["<end>"] += 2
     count.ends.untrained["<x>"] += 1
-    assert SetCount.from_json(count.to_json()) == count
+    assert DatasetCounts.from_json(count.to_json()) == count
 
 
 @pytest.mark.model

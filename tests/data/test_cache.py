@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from frugal.config.models import DataSection
+from frugal.config import DataSection
 from frugal.data import PreparedData, build
 from tests.support.rows import CHATML, byte_tokenizer, section, write_rows
 
@@ -124,7 +124,7 @@ def test_account_and_report_come_back_whole(setting: Setting) -> None:
     setting.settings = section(write_rows(setting.file, rows), cache=True, max_length=64)
     fresh, cached = setting.build(), setting.build()
     assert (fresh.cache_hits, cached.cache_hits) == (0, 1)
-    assert fresh.account.to_json() == cached.account.to_json()
+    assert fresh.report.to_json() == cached.report.to_json()
     assert fresh.template_report.to_json() == cached.template_report.to_json()
     assert isinstance(cached.train.input_ids, np.memmap)
     assert _same(fresh, cached)
@@ -154,7 +154,7 @@ _SCRIPT = """
 import json, sys
 from pathlib import Path
 import frugal.data.cache as cache
-from frugal.config.models import DataSection
+from frugal.config import DataSection
 from frugal.data import build
 from transformers import AutoTokenizer
 
@@ -163,7 +163,7 @@ tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
 settings = DataSection.model_validate_json((folder / "data.json").read_text(encoding="utf-8"))
 if wait == "die":
     import os
-    from frugal.data import assemble
+    from frugal.data import pipeline
     def store(place, key, dataset, count):
         beside = place / f".{key}.0.tmp"
         beside.mkdir()

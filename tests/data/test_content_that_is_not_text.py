@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from frugal.config.models import SourceSection
-from frugal.data.account import Account
-from frugal.data.examples import load_examples
-from frugal.data.types import Example
+from frugal.config import SourceSection
+from frugal.data.report import DataReport
+from frugal.data.rows import Example
+from frugal.data.sources.mixing import load_examples
 from frugal.errors import DataError
 
 USER = '{"role": "user", "content": "q"}'
 
 
-def load(path: Path, text: str, on_bad_row: str = "error", format: str = "auto") -> tuple[list[Example], Account]:
+def load(path: Path, text: str, on_bad_row: str = "error", format: str = "auto") -> tuple[list[Example], DataReport]:
     path.write_text(text, encoding="utf-8")
     source = SourceSection(path=str(path), format=format)
     return load_examples([source], on_bad_row=on_bad_row, seed=0)
@@ -29,9 +29,9 @@ def test_documented_forms_are_accepted(tmp_path: Path) -> None:
     call = ', "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]'
     parts = '[{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]'
     text = answer("null", call) + answer(parts) + answer('""') + answer('"\\ud83d\\ude00"')
-    examples, account = load(tmp_path / "a.jsonl", text)
+    examples, report = load(tmp_path / "a.jsonl", text)
     assert [example.messages[1].content for example in examples] == [None, "one two", "", "😀"]
-    assert account.drops == []
+    assert report.drops == []
 
 
 BAD = {
@@ -61,14 +61,14 @@ def test_the_rest_is_refused_with_its_line_and_reason(tmp_path: Path, content: s
 
 def test_one_summary_with_counts_and_first_lines(tmp_path: Path) -> None:
     text = "".join(answer(content) for content in (*BAD, *BAD, '"good"'))
-    examples, account = load(tmp_path / "a.jsonl", text, on_bad_row="drop")
+    examples, report = load(tmp_path / "a.jsonl", text, on_bad_row="drop")
     assert [example.line for example in examples] == [17]
-    found = {drop.reason: (drop.rows, drop.first) for drop in account.drops}
+    found = {drop.reason: (drop.rows, drop.first) for drop in report.drops}
     file = tmp_path / "a.jsonl"
     assert found["content is an object, not a text"] == (2, f"{file}:1")
     assert found["content is a number, not a text"] == (2, f"{file}:2")
     assert found["NaN and Infinity are not JSON"] == (4, f"{file}:5")
-    assert account.rows_dropped() == 16
+    assert report.rows_dropped() == 16
 
 
 def test_alpaca_answers_as_objects(tmp_path: Path) -> None:

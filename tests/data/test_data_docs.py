@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from frugal.data.formats import FORMATS
-from frugal.data.read import SUFFIXES
-from frugal.data.roles import ROLE_ALIASES
+from frugal.data.formats.turns import ROLE_ALIASES
+from frugal.data.sources.read import SUFFIXES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 

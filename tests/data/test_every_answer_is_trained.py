@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from frugal.data.types import Example, Message
+from frugal.data.rows import Example, Message
 from tests.support.rows import CHATML, byte_tokenizer, chat, prepare, trained_texts
 
 # The same text without a generation prompt: a template that knows no add_generation_prompt prints the header itself.

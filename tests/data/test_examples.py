@@ -1,4 +1,4 @@
-"""Mixing, holding out, the account, and how faults are told."""
+"""Mixing, holding out, the report, and how faults are told."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from frugal.config.models import DataSection, SourceSection
-from frugal.data.account import Account, SourceCount
-from frugal.data.examples import load_examples, load_train_eval
+from frugal.config import DataSection, SourceSection
+from frugal.data.report import DataReport, SourceCount
+from frugal.data.sources.mixing import load_examples, load_train_eval
 from frugal.errors import DataError
 
 
@@ -26,17 +26,17 @@ def numbered(path: Path, count: int, letter: str) -> str:
     return write(path, [{"text": f"{letter}{number}"} for number in range(count)])
 
 
-def load(*sources: SourceSection, on_bad_row: str = "error", seed: int = 0) -> tuple[list[str], Account]:
-    examples, account = load_examples(sources, on_bad_row=on_bad_row, seed=seed)
-    return [example.text for example in examples], account
+def load(*sources: SourceSection, on_bad_row: str = "error", seed: int = 0) -> tuple[list[str], DataReport]:
+    examples, report = load_examples(sources, on_bad_row=on_bad_row, seed=seed)
+    return [example.text for example in examples], report
 
 
 def test_weights(tmp_path: Path) -> None:
     a, b = numbered(tmp_path / "a.jsonl", 10, "a"), numbered(tmp_path / "b.jsonl", 7, "b")
-    texts, account = load(SourceSection(path=a, weight=0.5), SourceSection(path=b, weight=2))
+    texts, report = load(SourceSection(path=a, weight=0.5), SourceSection(path=b, weight=2))
     counts = Counter(texts)
     assert sorted(counts.values()) == [1] * 5 + [2] * 7
-    assert [source.rows_taken for source in account.sources] == [5, 14]
+    assert [source.rows_taken for source in report.sources] == [5, 14]
     assert sum(load(SourceSection(path=a, weight=2.3))[0].count(f"a{n}") == 3 for n in range(10)) == 3
     assert len(load(SourceSection(path=a, weight=0.001))[0]) == 1
     assert load(SourceSection(path=a))[0] == [f"a{n}" for n in range(10)]
@@ -54,12 +54,12 @@ def test_mixing_depends_on_the_seed_alone(tmp_path: Path) -> None:
 def test_held_out_rows_are_in_no_copy(tmp_path: Path) -> None:
     a, b = numbered(tmp_path / "a.jsonl", 20, "a"), numbered(tmp_path / "b.jsonl", 20, "b")
     sources = [SourceSection(path=a, weight=3), SourceSection(path=b, weight=0.5)]
-    train, held_out, account = load_train_eval(DataSection(train=sources, eval_split=0.25), seed=3)
+    train, held_out, report = load_train_eval(DataSection(train=sources, eval_split=0.25), seed=3)
     assert len(held_out) == 10
     kept, out = {row.text for row in train}, {row.text for row in held_out}
     assert len(out) == 10
     assert not kept & out
-    assert sum(source.rows_held_out for source in account.sources) == 10
+    assert sum(source.rows_held_out for source in report.sources) == 10
     assert len(load_train_eval(DataSection(train=sources, eval_split=7), seed=3)[1]) == 7
     assert load_train_eval(DataSection(train=sources), seed=3)[1] == []
     with pytest.raises(DataError, match="eval_split: 40 holds out 40 of 40 rows, which leaves none"):
@@ -69,10 +69,10 @@ def test_held_out_rows_are_in_no_copy(tmp_path: Path) -> None:
 def test_eval_sources_win(tmp_path: Path) -> None:
     a, b = numbered(tmp_path / "a.jsonl", 5, "a"), numbered(tmp_path / "b.jsonl", 5, "b")
     data = DataSection(train=[SourceSection(path=a)], eval=[SourceSection(path=b)], eval_split=0.5)
-    train, held_out, account = load_train_eval(data, seed=0)
+    train, held_out, report = load_train_eval(data, seed=0)
     assert [row.text for row in train] == [f"a{n}" for n in range(5)]
     assert [row.text for row in held_out] == [f"b{n}" for n in range(5)]
-    assert [source.part for source in account.sources] == ["train", "eval"]
+    assert [source.part for source in report.sources] == ["train", "eval"]
 
 
 def test_max_rows_reads_no_further(tmp_path: Path) -> None:
@@ -99,32 +99,32 @@ def test_all_faults_of_all_sources_in_one_error(tmp_path: Path) -> None:
 
 def test_dropped_rows_are_counted_by_reason(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", [{"text": "x"}, {"text": 7}, [], {"text": 8}, {"no": 1}])
-    texts, account = load(SourceSection(path=a), on_bad_row="drop")
+    texts, report = load(SourceSection(path=a), on_bad_row="drop")
     assert texts == ["x"]
-    assert [(drop.reason, drop.rows, drop.first) for drop in account.drops] == [
+    assert [(drop.reason, drop.rows, drop.first) for drop in report.drops] == [
         ("`text` is a number, not a text", 2, f"{a}:2"),
         ("the row is a list, not an object", 1, f"{a}:3"),
         ("`text` is missing", 1, f"{a}:5"),
     ]
-    assert (account.rows_read(), account.rows_dropped(), account.sources[0].rows_good) == (5, 4, 1)
+    assert (report.rows_read(), report.rows_dropped(), report.sources[0].rows_good) == (5, 4, 1)
 
 
 def test_account_as_json_and_as_table(tmp_path: Path) -> None:
     a = write(tmp_path / "[red].jsonl", [{"messages": [{"role": "Human", "content": "Hi, {{name}}"}]}, {"messages": 1}])
-    _, account = load(SourceSection(path=a), on_bad_row="drop")
-    account.drop("no trained token left", f"{a}:1", tokens=9)
-    account.drop("no trained token left", f"{a}:2", tokens=3, rows=2)
-    account.add("train", tokens=1200)
-    account.add("train", tokens=34)
-    account.set("train", rows_out=1)
-    again = Account.from_json(json.loads(json.dumps(account.to_json())))
-    assert again == account
+    _, report = load(SourceSection(path=a), on_bad_row="drop")
+    report.drop("no trained token left", f"{a}:1", tokens=9)
+    report.drop("no trained token left", f"{a}:2", tokens=3, rows=2)
+    report.add("train", tokens=1200)
+    report.add("train", tokens=34)
+    report.set("train", rows_out=1)
+    again = DataReport.from_json(json.loads(json.dumps(report.to_json())))
+    assert again == report
     screen = io.StringIO()
-    Console(file=screen, width=300).print(account)
+    Console(file=screen, width=300).print(report)
     said = screen.getvalue()
     for part in ("[red].jsonl", "no trained token left", "1,234", "roles in", "Human -> user", "note: 1 row contains"):
         assert part in said
-    assert [(drop.rows, drop.tokens) for drop in account.drops][-1] == (3, 12)
+    assert [(drop.rows, drop.tokens) for drop in report.drops][-1] == (3, 12)
 
 
 def test_placeholders_are_noted(tmp_path: Path) -> None:
@@ -134,9 +134,9 @@ def test_placeholders_are_noted(tmp_path: Path) -> None:
         {"instruction": "plain", "input": "", "output": "{ {x} }"},
     ]
     a = write(tmp_path / "a.jsonl", rows)
-    examples, account = load_examples([SourceSection(path=a)], on_bad_row="error", seed=0)
+    examples, report = load_examples([SourceSection(path=a)], on_bad_row="error", seed=0)
     assert len(examples) == 3
-    assert account.notes == [
+    assert report.notes == [
         f"2 rows contain {{{{name}}}} (first: {a}:1): fill it in before training",
         f"1 row contains {{{{author}}}} (first: {a}:1): fill it in before training",
     ]
@@ -162,19 +162,19 @@ def test_shapes_of_other_tools_files(tmp_path: Path) -> None:
     for name, row in files.items():
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps([row] * 3, indent=2), encoding="utf-8")
-        examples, account = load_examples([SourceSection(path=str(path))], on_bad_row="error", seed=0)
+        examples, report = load_examples([SourceSection(path=str(path))], on_bad_row="error", seed=0)
         assert len(examples) == 3
-        assert account.sources[0].format == name
+        assert report.sources[0].format == name
 
 
 def test_the_account_in_plain_lines() -> None:
-    account = Account()
-    account.sources.append(SourceCount("a.jsonl", "train", "messages", rows_read=1200, rows_held_out=20))
-    account.drop("nothing to train", "a.jsonl:7", rows=3)
-    account.set("train", rows_out=1177, tokens_out=50_000, tokens_trained=20_000)
-    account.set("eval", rows_out=20)
-    account.note("mind this")
-    assert account.lines() == [
+    report = DataReport()
+    report.sources.append(SourceCount("a.jsonl", "train", "messages", rows_read=1200, rows_held_out=20))
+    report.drop("nothing to train", "a.jsonl:7", rows=3)
+    report.set("train", rows_out=1177, tokens_out=50_000, tokens_trained=20_000)
+    report.set("eval", rows_out=20)
+    report.note("mind this")
+    assert report.lines() == [
         "train: 1,200 rows of a.jsonl (messages), 20 held out -> 1,177 rows, 50,000 tokens, 20,000 trained",
         "eval: 20 rows",
         "left out of train: 3 rows: nothing to train; first: a.jsonl:7",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from frugal.data.faults import RawRow, RowFault
-from frugal.data.formats import apply_columns, check_columns, convert, detect_format, wrong_format_advice
-from frugal.data.roles import ROLE_ALIASES, role_table
-from frugal.data.types import Example, Message
+from frugal.config import SourceSection
+from frugal.data.formats import FORMATS, apply_columns, check_columns, convert, detect_format, wrong_format_advice
+from frugal.data.formats.turns import ROLE_ALIASES
+from frugal.data.rows import Example, Message, RawRow, RowError
 from frugal.errors import DataError
 
 USER = {"role": "user", "content": "q"}
@@ -23,7 +23,7 @@ def example(row: dict[str, Any], name: str) -> Example:
 
 
 def reason(row: dict[str, Any], name: str) -> str:
-    with pytest.raises(RowFault) as caught:
+    with pytest.raises(RowError) as caught:
         example(row, name)
     return str(caught.value)
 
@@ -251,7 +251,11 @@ def test_preference_refused() -> None:
     assert "not the prompt's" in reason(row, "preference")
 
 
-def test_role_table_lists_every_alias() -> None:
-    table = role_table()
-    assert all(word in table for words in ROLE_ALIASES.values() for word in words)
-    assert len({word for words in ROLE_ALIASES.values() for word in words}) == sum(map(len, ROLE_ALIASES.values()))
+def test_every_word_names_one_role() -> None:
+    words = [word for words in ROLE_ALIASES.values() for word in words]
+    assert len(set(words)) == len(words)
+
+
+def test_the_configuration_names_the_formats_of_the_registry() -> None:
+    names = get_args(SourceSection.model_fields["format"].annotation)
+    assert names == ("auto", *FORMATS)

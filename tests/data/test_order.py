@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from frugal.data import step_batches
+from frugal.training.schedule import step_batches
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from frugal.data import TokenDataset, build, collate
-from frugal.data.pack import pack
+from frugal.data.dataset import pack
 from tests.support.rows import byte_tokenizer, section, write_rows
 
 
@@ -71,11 +71,11 @@ def test_packed_data_of_a_run(tmp_path) -> None:
     assert loose.train.lengths.tolist() == [7, 11, 5, 16, 8]
     assert packed.train.lengths.tolist() == [15, 16, 16]
     assert [row.origin.tolist() for row in packed.train] == [[0, 4], [1, 2], [3]]
-    assert packed.train.supervised.sum() == loose.train.supervised.sum() == 10
+    assert packed.train.num_targets.sum() == loose.train.num_targets.sum() == 10
     for row in packed.train:
         for number, (begin, end) in enumerate(zip(row.doc_starts[:-1], row.doc_starts[1:], strict=True)):
             alone = loose.train[int(row.origin[number])]
             assert row.input_ids[begin:end].tolist() == alone.input_ids.tolist()
             assert row.trained[begin:end].tolist() == alone.trained.tolist()
-    assert packed.account.figures["train"]["packed_rows"] == 3
-    assert any("97.9 % full" in note for note in packed.account.notes)
+    assert packed.report.figures["train"]["packed_rows"] == 3
+    assert any("97.9 % full" in note for note in packed.report.notes)

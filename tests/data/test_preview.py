@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from frugal.data import PreviewData, build, preview_rows, render_preview, write_preview_html
+from frugal.data import PreviewData, build, preview_rows, render_preview
 from frugal.data.preview import histogram
+from frugal.web.preview import write_preview_html
 from tests.support.rows import byte_tokenizer, section, write_rows
 
 TURNS = [{"role": "user", "content": "a [b] <c>"}, {"role": "assistant", "content": "X é🙂 & \x1b[31m"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
@@ -14,24 +15,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from frugal.config.models import SourceSection
-from frugal.data import read
-from frugal.data.account import Account
-from frugal.data.faults import BadRow, RawRow
+from frugal.config import SourceSection
+from frugal.data.report import DataReport
+from frugal.data.rows import BadRow, RawRow
+from frugal.data.sources import read
 from frugal.errors import DataError
 
 ROWS = [{"prompt": "one", "completion": "1"}, {"prompt": "zwei → 二 😀", "completion": "2"}]
 
 
-def rows_of(path: Path | str, **source: object) -> tuple[list[dict], list[int], Account]:
-    account = Account()
-    rows = list(read.read_rows(SourceSection(path=str(path), **source), account))
+def rows_of(path: Path | str, **source: object) -> tuple[list[dict], list[int], DataReport]:
+    report = DataReport()
+    rows = list(read.read_rows(SourceSection(path=str(path), **source), report))
     assert all(isinstance(row, RawRow) for row in rows), rows
-    return [row.value for row in rows], [row.line for row in rows], account
+    return [row.value for row in rows], [row.line for row in rows], report
 
 
 def faults_of(path: Path | str) -> list[str]:
-    rows = read.read_rows(SourceSection(path=str(path)), Account())
+    rows = read.read_rows(SourceSection(path=str(path)), DataReport())
     return [f"{row.line}: {row.fault}" for row in rows if isinstance(row, BadRow)]
 
 
@@ -92,10 +93,19 @@ def test_key_order_is_the_files(tmp_path: Path) -> None:
 
 
 def test_csv_keeps_text_as_it_is(tmp_path: Path) -> None:
+    inside = write(tmp_path, "q.csv", 'a,b\n5" pipe,x "y" z\n')
+    assert rows_of(inside)[0] == [{"a": '5" pipe', "b": 'x "y" z'}]
     path = write(tmp_path, "a.csv", 'a,b\n" x, ""y"" \n z",\n007,NaN\n')
     assert rows_of(path)[0] == [{"a": ' x, "y" \n z', "b": ""}, {"a": "007", "b": "NaN"}]
     long = "x" * 8_000_000
     assert rows_of(write(tmp_path, "b.csv", f'a,b\n"{long}",1\n'))[0] == [{"a": long, "b": "1"}]
+
+
+def test_csv_leaves_the_limit_of_fields_as_it_was(tmp_path: Path) -> None:
+    limit = csv.field_size_limit()
+    for text in ("a,b\n1,2\n", 'a,b\n1,"2\n', f'a\n"{"x" * (limit + 1)}"\n'):
+        list(read.read_rows(SourceSection(path=str(write(tmp_path, "a.csv", text))), DataReport()))
+        assert csv.field_size_limit() == limit
 
 
 def test_csv_faults(tmp_path: Path) -> None:
@@ -103,7 +113,9 @@ def test_csv_faults(tmp_path: Path) -> None:
         "3: another number of fields than the header (3 instead of 2; a text with ',' or a line break needs quotes)"
     ]
     assert faults_of(write(tmp_path, "b.csv", 'a,b\n1,"2\n3,4\n'))[0].startswith("2: a quoted field is not closed")
-    assert faults_of(write(tmp_path, "c.csv", 'a,b\n1,x"y"\n'))[0].startswith("2: a quote inside a field")
+    assert faults_of(write(tmp_path, "c.csv", 'a,b\n1,"x"y\n'))[0].startswith(
+        "2: a quoted field is not closed, or text"
+    )
     for text, said in (
         ("a;b\n1;2\n", "separated by semicolons"),
         ("a,a\n1,2\n", "'a' is there twice"),
@@ -119,7 +131,7 @@ def test_csv_faults(tmp_path: Path) -> None:
 
 def test_text_file_is_one_document(tmp_path: Path) -> None:
     path = write(tmp_path, "a.txt", "\ufeffone\r\n\r\ntwo\n")
-    assert rows_of(path) == ([{"text": "one\n\ntwo\n"}], [1], Account())
+    assert rows_of(path) == ([{"text": "one\n\ntwo\n"}], [1], DataReport())
     (tmp_path / "b.md").write_bytes(b"good\nb\xc3\xa4d \xe4\n")
     assert faults_of(tmp_path / "b.md") == ["2: not UTF-8 text (byte 0xe4, byte 6 of the line)"]
 
@@ -166,19 +178,19 @@ def test_folder_in_sorted_order(tmp_path: Path) -> None:
     write(tmp_path, "a/z.json", json.dumps(ROWS[:1]))
     write(tmp_path, "README.md", "about")
     write(tmp_path, ".hidden/x.jsonl", "{")
-    values, _, account = rows_of(tmp_path)
+    values, _, report = rows_of(tmp_path)
     assert values == ROWS
-    assert account.notes == [f"{tmp_path}: text files beside tables or JSON are left out: README.md"]
-    names = [row.file for row in read.read_rows(SourceSection(path=f"{tmp_path}/"), Account())]
+    assert report.notes == [f"{tmp_path}: text files beside tables or JSON are left out: README.md"]
+    names = [row.file for row in read.read_rows(SourceSection(path=f"{tmp_path}/"), DataReport())]
     assert names == [f"{tmp_path}/a/z.json", f"{tmp_path}/b.jsonl"]
 
 
 def test_folder_never_mixes_splits(tmp_path: Path) -> None:
     write(tmp_path, "data/train-00000-of-00001.jsonl", jsonl(ROWS[:1]))
     write(tmp_path, "data/test-00000-of-00001.jsonl", jsonl(ROWS[1:]))
-    values, _, account = rows_of(tmp_path)
+    values, _, report = rows_of(tmp_path)
     assert values == ROWS[:1]
-    assert "left out: data/test-00000-of-00001.jsonl" in account.notes[0]
+    assert "left out: data/test-00000-of-00001.jsonl" in report.notes[0]
     assert rows_of(tmp_path, split="test")[0] == ROWS[1:]
     with pytest.raises(DataError, match=r"no file of split 'validation'. Splits by file name: test, train"):
         rows_of(tmp_path, split="validation")
@@ -239,8 +251,8 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 READ_AND_PRINT = """
 import json, sys
-from frugal.config.models import SourceSection
-from frugal.data.examples import load_examples
+from frugal.config import SourceSection
+from frugal.data.sources.mixing import load_examples
 assert sys.getfilesystemencoding() == "ascii"
 for path in json.loads(sys.argv[1]):
     examples, _ = load_examples([SourceSection(path=path)], on_bad_row="error", seed=0)
@@ -277,4 +289,4 @@ def test_a_mistyped_path_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "train").mkdir(parents=True)
     with pytest.raises(DataError, match=r"data/trian.*data/train|data/trian.*train"):
-        list(read.read_rows(SourceSection(path="data/trian"), Account()))
+        list(read.read_rows(SourceSection(path="data/trian"), DataReport()))

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from frugal.config.models import SourceSection
-from frugal.data.examples import load_examples
-from frugal.data.roles import role_table
+from frugal.config import SourceSection
+from frugal.data.sources.mixing import load_examples
 from frugal.errors import DataError
 
 STYLES = {"sharegpt": ("conversations", "from", "value"), "messages": ("messages", "role", "content")}
@@ -40,21 +39,20 @@ def write(path: Path, style: str, words: list[str | None], **more: Any) -> Sourc
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_turn_comes_through_in_order(tmp_path: Path, style: str, order: str) -> None:
     source = write(tmp_path / "a.jsonl", style, list(ORDERS[order]), weight=1)
-    examples, account = load_examples([source], on_bad_row="error", seed=0)
+    examples, report = load_examples([source], on_bad_row="error", seed=0)
     assert [message.role for message in examples[0].messages] == ORDERS[order]
     assert [message.content for message in examples[0].messages] == [f"turn {n}" for n in range(len(ORDERS[order]))]
-    assert account.sources[0].format == style
+    assert report.sources[0].format == style
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_aliases_and_letter_case(tmp_path: Path, style: str) -> None:
     words = ["System", "human", "gpt", "USER", "Assistant", "function", "observation", "tool", "model"]
     source = write(tmp_path / "a.jsonl", style, list(words))
-    examples, account = load_examples([source], on_bad_row="error", seed=0)
+    examples, report = load_examples([source], on_bad_row="error", seed=0)
     roles = ["system", "user", "assistant", "user", "assistant", "tool", "tool", "tool", "assistant"]
     assert [message.role for message in examples[0].messages] == roles
-    assert account.sources[0].roles == dict(zip(words, roles, strict=True))
-    assert "observation" in role_table()
+    assert report.sources[0].roles == dict(zip(words, roles, strict=True))
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -79,10 +77,10 @@ def test_unknown_roles_are_counted_under_drop(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": role, "content": "x"}]} for role in ("user", "bot1", "bot2")]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    examples, account = load_examples([SourceSection(path=str(path))], on_bad_row="drop", seed=0)
+    examples, report = load_examples([SourceSection(path=str(path))], on_bad_row="drop", seed=0)
     assert len(examples) == 1
-    assert [(drop.reason, drop.rows, drop.first) for drop in account.drops] == [("unknown role", 2, f"{path}:2")]
-    assert "'bot1'" in account.drops[0].detail
+    assert [(drop.reason, drop.rows, drop.first) for drop in report.drops] == [("unknown role", 2, f"{path}:2")]
+    assert "'bot1'" in report.drops[0].detail
 
 
 def test_tool_role_in_preference_data(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ def test_some_rows_too_long_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [GOOD, LONG, GOOD, GOOD, LONG, GOOD, GOOD, GOOD])
     data = build(section(rows, max_length=16), byte_tokenizer(), seed=0, vocab_size=300)
     assert len(data.train) == 6
-    assert data.train.supervised.min() == 4
-    (drop,) = data.account.drops
+    assert data.train.num_targets.min() == 4
+    (drop,) = data.report.drops
     assert (drop.rows, drop.first.rsplit("/", 1)[-1]) == (2, "rows.jsonl:2")
     assert "truncation" in drop.reason
     assert [data.train_sources[origin].rsplit(":", 1)[1] for origin in data.train.origins] == list("134678")
@@ -56,7 +56,7 @@ def _chats(tmp_path: Path, *rows: list[tuple[str, str]]) -> Path:
 def test_a_template_without_assistant_markers_still_trains_the_answers(tmp_path: Path) -> None:
     rows = _chats(tmp_path, [("user", "a"), ("assistant", "X")])
     data = build(section(rows), byte_tokenizer(CHATML), seed=0, vocab_size=300)
-    assert data.train.supervised.tolist() == [2]
+    assert data.train.num_targets.tolist() == [2]
 
 
 def test_a_template_whose_markers_enclose_nothing_stops_and_names_the_template(tmp_path: Path) -> None:
@@ -75,5 +75,5 @@ def test_a_template_whose_markers_enclose_nothing_stops_and_names_the_template(t
 def test_rows_without_an_answer_are_counted(tmp_path: Path) -> None:
     rows = _chats(tmp_path, [("user", "a"), ("assistant", "X")], [("system", "S"), ("user", "b")])
     data = build(section(rows), byte_tokenizer(), seed=0, vocab_size=300)
-    assert [(drop.reason, drop.rows) for drop in data.account.drops] == [("nothing to train", 1)]
-    assert data.account.drops[0].first.endswith("rows.jsonl:2")
+    assert [(drop.reason, drop.rows) for drop in data.report.drops] == [("nothing to train", 1)]
+    assert data.report.drops[0].first.endswith("rows.jsonl:2")

@@ -9,10 +9,10 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from frugal.data import TEMPLATES, build, choose_template
-from frugal.data.render import ChatRenderer
-from frugal.data.spans import render_chat
-from frugal.data.templates import portable
-from frugal.data.types import Message
+from frugal.data.chat.render import ChatRenderer
+from frugal.data.chat.spans import render_chat
+from frugal.data.chat.templates import portable
+from frugal.data.rows import Message
 from frugal.errors import ConfigError
 from tests.support.rows import byte_tokenizer, chat, prepare, section, trained_texts, write_rows
 

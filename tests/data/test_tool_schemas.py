@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from frugal.config.models import SourceSection
-from frugal.data.examples import load_examples
+from frugal.config import SourceSection
+from frugal.data.sources.mixing import load_examples
 
 TOOLS = {"f": {"a": {"type": "integer"}}, "g": {"b": {"type": "string"}}}
 CALLS: list[tuple[str, dict[str, Any]]] = [("f", {"a": 1}), ("g", {"b": "x"}), ("f", {"a": None}), ("f", {})]

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection
 from frugal.ops.planned import PlannedDevice
 from frugal.planning.sharding import Sharing, units_of
-from frugal.planning.simulate import Simulation
+from frugal.planning.simulate import MemorySimulator
 from frugal.planning.simulated_model import Shape
 from tests.distributed.ranks.cases_plan import settings
 from tests.distributed.ranks.harness import Outcome, run_cases
@@ -30,13 +30,13 @@ def ranks(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_cases(tmp_path_factory.mktemp("peaks"), "cases_plan", ["peaks"], TINY_WIDE=str(base))["peaks"]
 
 
-def planned(base: Path, values: dict[str, Any]) -> Simulation:
+def planned(base: Path, values: dict[str, Any]) -> MemorySimulator:
     train = TrainSection(
         per_device_train_batch_size=values["micro"],
         gradient_accumulation_steps=values["accumulate"],
         max_grad_norm=0.5,
     )
-    sim = Simulation(
+    sim = MemorySimulator(
         AutoConfig.from_pretrained(base),
         ModelSection(base="x"),
         LoraSection(r=4),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from frugal.config import load_config
-from frugal.exports.merge import merge
+from frugal.exports.registry import merge
 from frugal.run.train import train
 from tests.distributed.ranks.harness import ROOT
 from tests.distributed.ranks.launched_runs import WITH_DEEPSPEED, accelerate_launch, launched

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from frugal.training.job import Hooks, LoopState
 from frugal.training.loop import train_loop
 from frugal.training.optim import trainable
+from frugal.training.setup import Hooks, LoopState
 from frugal.training.signals import StopRequest
 from tests.distributed.ranks import two_ranks
 from tests.support import training as toy

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ if shutil.which("c++") is None:
 
 from frugal.distributed.optimizer_state import OptimizerState, load_optimizer_state, optimizer_state
 from frugal.tensor_files import read_tensors, write_tensors
-from frugal.training.job import LoopState
+from frugal.training.setup import LoopState
 from tests.distributed.ranks import cases_zero as cases
 
 pytestmark = pytest.mark.timeout(1200)  # the first launch compiles an operation, and may share its cores
@@ -56,7 +57,7 @@ class Alone:
 
     def __init__(self, setting: Setting, folder: Path | None = None, **options: Any) -> None:
         self.running: Running = start(setting, **options)
-        self.running.job.save_steps = cases.HALF_WAY
+        self.running.job = replace(self.running.job, save_steps=cases.HALF_WAY)
         self.folder = folder
         self.running.train(save=self._keep)
         self.running.handle.close()

@@ -13,8 +13,8 @@ import typer.main
 
 from frugal.cli.main import app
 from frugal.config import load_config
+from frugal.config.docs import config_page
 from frugal.config.shipped import shipped_configs
-from frugal.config.write import config_page
 from frugal.config.yaml import parse
 
 ROOT = Path(__file__).parents[2]

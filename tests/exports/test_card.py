@@ -11,7 +11,7 @@ import yaml
 
 from frugal.config import load_config
 from frugal.exports.card import adapter_card
-from frugal.exports.merge import merge
+from frugal.exports.registry import merge
 from tests.support.merged import make_run
 
 

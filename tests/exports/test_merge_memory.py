@@ -23,7 +23,7 @@ import bitsandbytes, peft, transformers
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 from frugal.codecs.nf4 import quantize_nf4
-from frugal.exports.merge import merge
+from frugal.exports.registry import merge
 
 def status(key):
     for line in open("/proc/self/status"):

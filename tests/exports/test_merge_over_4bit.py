@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from frugal.cli.main import app
 from frugal.codecs.nf4 import dequantize_nf4, quantize_nf4
-from frugal.exports.merge import merge
 from frugal.exports.merge_math import LoraUpdate, Maker, WeightPlan
+from frugal.exports.registry import merge
 from frugal.tensor_files import read_header
 from tests.support.merged import logits_here, logits_of, make_run
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from frugal.exports.merge import merge
-from frugal.inference.chat import load_run
+from frugal.exports.registry import merge
+from frugal.inference.load import load_run
 from frugal.run.train import train
 
 Make = Callable[..., Path]
@@ -32,7 +32,7 @@ import torch
 from safetensors.torch import save_file
 torch.set_num_threads(1)
 run, merged, out = sys.argv[1:]
-from frugal.inference.chat import load_run
+from frugal.inference.load import load_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 loaded = load_run(run, device="cpu")
 model, tokenizer = loaded

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from frugal.errors import CheckpointError, FrugalError
-from frugal.exports.merge import merge
+from frugal.exports.registry import merge
 from tests.support.merged import logits_here, logits_of, make_run
 
 Make = Callable[..., Path]
@@ -25,8 +25,8 @@ WRONG_BASES = {
 
 
 def load_into(base: Path, run: Path) -> None:
-    """Through `frugal.inference.chat.load_run`, which chat, eval and notebooks use."""
-    from frugal.inference.chat import load_run
+    """Through `frugal.inference.load.load_run`, which chat, eval and notebooks use."""
+    from frugal.inference.load import load_run
 
     load_run(run, base=base, device="cpu")
 
@@ -79,7 +79,7 @@ def test_a_renamed_and_an_unknown_key_are_listed(
 def test_other_weights_of_the_same_shape_are_noticed(
     make_tiny_llama: Make, tiny_llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from frugal.inference.chat import load_run
+    from frugal.inference.load import load_run
 
     make_run(tmp_path / "run", tiny_llama_folder)
     other = make_tiny_llama(seed=2)

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from frugal.checkpoints.side_files import end_of_turn_ids, generation_settings, stop_ids
 from frugal.cli.main import app
 from frugal.errors import CheckpointError, DataError, UnsupportedError
-from frugal.inference.chat import LoadedRun, chat, chat_loop, load, load_run
+from frugal.inference.chat import chat, chat_loop
 from frugal.inference.generate import answer, answering, as_messages, generate_samples, generation_config, prompt_ids
+from frugal.inference.load import LoadedRun, load, load_run
 from tests.support.merged import IDS, logits_of, make_run
 
 Make = Callable[..., Path]

@@ -9,12 +9,12 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from benchmarks.attention_cases import ATTENTION_CASES, KERNELS, attention_wanted  # noqa: E402
-from benchmarks.kernel_cases import DTYPES  # noqa: E402
-from benchmarks.kernel_metrics import AMD_TARGET, SHARED_LIMIT, TARGETS, target_name  # noqa: E402
-from benchmarks.kernels_aot import compile_row, faults, wanted  # noqa: E402
-from frugal.kernels import COMPILED_FOR, MAX_HEAD_SIZE  # noqa: E402
-from frugal.kernels.attention_tiles import TILES  # noqa: E402
+from benchmarks.attention_cases import ATTENTION_CASES, KERNELS, attention_wanted
+from benchmarks.kernel_cases import DTYPES
+from benchmarks.kernel_metrics import AMD_TARGET, SHARED_LIMIT, TARGETS, target_name
+from benchmarks.kernels_aot import compile_row, faults, wanted
+from frugal.kernels import COMPILED_FOR, MAX_HEAD_SIZE
+from frugal.kernels.attention_tiles import TILES
 
 MATRIX = json.loads((Path(__file__).parents[2] / "benchmarks/results/kernels_aot.json").read_text(encoding="utf-8"))
 ROWS = {(r["kernel"], r["dtype"], r["target"]): r for r in MATRIX["rows"] if r["kernel"] in ATTENTION_CASES}

@@ -13,9 +13,9 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from benchmarks.kernel_cases import CASES, DTYPES  # noqa: E402
-from benchmarks.kernel_metrics import AMD_TARGET, TARGETS, compile_launch, target_name  # noqa: E402
-from benchmarks.kernels_aot import compile_row, faults, make, wanted  # noqa: E402
+from benchmarks.kernel_cases import CASES, DTYPES
+from benchmarks.kernel_metrics import AMD_TARGET, TARGETS, compile_launch, target_name
+from benchmarks.kernels_aot import compile_row, faults, make, wanted
 
 MATRIX = json.loads((Path(__file__).parents[2] / "benchmarks/results/kernels_aot.json").read_text(encoding="utf-8"))
 ROWS = {(row["kernel"], row["dtype"], row["target"]): row for row in MATRIX["rows"]}

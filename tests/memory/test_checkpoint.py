@@ -19,8 +19,8 @@ from frugal.memory import meter_report as kinds
 from frugal.memory.checkpointing import LayerCheckpoint
 from frugal.memory.meter import LiveBytesMeter
 from frugal.memory.offload import SLAB_BYTES, DiskStore, HostSlot, HostStore
-from frugal.memory.pressure import OutOfHostMemory
 from frugal.memory.scratch import ScratchFile
+from frugal.memory.space import OutOfHostMemory
 from frugal.ops import recompute
 from frugal.planning.host import Sizes, host_bytes
 from tests.conftest import make_llama
@@ -143,7 +143,7 @@ def test_host_memory_is_taken_in_slabs_and_used_again() -> None:
 def test_no_slab_beyond_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HostStore(slab_bytes=1 << 12)
     kept = store.put(torch.arange(1000))
-    monkeypatch.setattr("frugal.memory.pressure.HOST_RESERVE_BYTES", 1 << 60)
+    monkeypatch.setattr("frugal.memory.space.HOST_RESERVE_BYTES", 1 << 60)
     with pytest.raises(OutOfHostMemory):
         store.put(torch.arange(10_000))
     assert torch.equal(kept.get(), torch.arange(1000))

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from frugal.memory.checkpointing import apply_activation_checkpointing
-from frugal.training.job import Hooks, LoopState
 from frugal.training.loop import train_loop
+from frugal.training.setup import Hooks, LoopState
 from frugal.training.signals import StopRequest
 from tests.support import training as toy
 

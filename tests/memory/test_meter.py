@@ -8,6 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from frugal.memory import meter as meter_module
 from frugal.memory import meter_report as kinds
 from frugal.memory.meter import LiveBytesMeter
 
@@ -198,3 +199,32 @@ def test_report_prints_and_serialises() -> None:
     report = meter.report()
     assert report.to_dict()["peak_bytes"] == 4096
     assert "temporaries" in report.table()
+
+
+def test_private_torch() -> None:
+    """What the meter takes from `torch._C` means what it is used for."""
+    x = torch.ones(3, requires_grad=True)
+    number = meter_module.next_sequence_number()
+    y = x.exp()
+    assert y.grad_fn is not None
+    assert y.grad_fn._sequence_nr() == number
+    assert meter_module.next_sequence_number() == number + 1
+    assert not meter_module.in_backward_pass()
+    assert meter_module.current_autograd_node() is None
+    seen: list[tuple[bool, str]] = []
+
+    def look(grad: torch.Tensor) -> None:
+        node = meter_module.current_autograd_node()
+        seen.append((meter_module.in_backward_pass(), node.name()))
+
+    x.register_hook(look)
+    y.sum().backward()
+    assert seen
+    assert seen[0][0]
+    exp, matmul = torch.ops.aten.exp.default, torch.ops.aten.matmul.default
+    assert meter_module.has_kernel(exp, "CPU")
+    assert meter_module.has_kernel(matmul, "CompositeImplicitAutograd")
+    assert not meter_module.has_kernel(matmul, "CPU")
+    assert meter_module.kernel_keys(exp, "meta") is None
+    keys = meter_module.kernel_keys(exp, "cpu")
+    assert torch.equal(exp.redispatch(keys, torch.zeros(2)), torch.ones(2))

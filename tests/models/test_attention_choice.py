@@ -46,7 +46,7 @@ def test_the_name_reaches_the_operation(tiny_llama_folder: Path, monkeypatch: py
     ids = torch.arange(5, 25)[None]
     want = model(ids).logits
     choice = use_attention(model, "sdpa")
-    assert choice.name == "frugal"
+    assert choice.value == "frugal"
     assert choice.by_layer["full"].name == "sdpa"
     assert "asked for by name" in choice.by_layer["full"].reason
     torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=1e-4)
@@ -71,7 +71,7 @@ def gemma2() -> Gemma2ForCausalLM:
 
 def test_both_kinds_of_layers_are_written_down() -> None:
     choice = use_attention(gemma2())
-    assert choice.name == "frugal"
+    assert choice.value == "frugal"
     assert set(choice.by_layer) == {"full", "sliding"}
     assert choice.by_layer["full"].name == "blockwise"
     assert "soft cap" in choice.by_layer["full"].rejected["cpu_flash"]
@@ -87,6 +87,6 @@ def test_a_name_that_the_model_cannot_have_is_an_error() -> None:
 def test_a_model_that_keeps_its_own_attention(tiny_llama_folder: Path) -> None:
     model = load(tiny_llama_folder)
     model.config.attention_dropout = 0.1
-    assert use_attention(model).name == "sdpa"
+    assert use_attention(model).value == "sdpa"
     with pytest.raises(UnsupportedError, match=r"memory\.attention: sdpa was asked for, but this model keeps"):
         use_attention(model, "sdpa")

@@ -14,7 +14,7 @@ LENGTHS = (11, 1, 8, 13)
 def _model(family, **changes):
     model = tiny_model(family, **changes)
     choice = use_attention(model)
-    assert choice.name == NAME, choice.reason
+    assert choice.value == NAME, choice.reason
     return model
 
 
@@ -121,12 +121,12 @@ def test_generation_with_and_without_cache(family):
 def test_what_cannot_be_honoured_is_left_alone_with_the_reason():
     model = tiny_model("llama", attention_dropout=0.1)
     choice = use_attention(model)
-    assert choice.name == "sdpa"
+    assert choice.value == "sdpa"
     assert "attention_dropout" in choice.reason
     assert model.config._attn_implementation == "sdpa"
     sinks = tiny_model("gpt_oss", attn_implementation="eager", num_local_experts=4, num_experts_per_tok=2)
     choice = use_attention(sinks)
-    assert choice.name == "eager"
+    assert choice.value == "eager"
     assert "sinks" in choice.reason
     assert sinks.config._attn_implementation == "eager"
 

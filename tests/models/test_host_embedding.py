@@ -16,7 +16,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from frugal.adapters import apply_adapters
 from frugal.config import LoraSection
 from frugal.errors import ConfigError
-from frugal.exports.merge import merge
+from frugal.exports.registry import merge
 from frugal.files import read_json
 from frugal.model_structure import input_device
 from frugal.models.load import load_base
@@ -25,9 +25,9 @@ from frugal.models.modules.host_embedding import HostEmbedding, decide_embedding
 from frugal.models.report import count_bytes
 from frugal.models.resolve import resolve_base
 from frugal.models.skeleton import build_meta
+from frugal.objectives import LossModule
 from frugal.planning.api import plan
 from frugal.run.train import train
-from frugal.training.loss import LossModule
 from tests.conftest import make_llama
 from tests.support import runs
 

@@ -87,7 +87,7 @@ def assert_same(got: BuiltModel, want: BuiltModel) -> None:
     assert got.replacements is not None
     assert want.replacements is not None
     assert sorted(map(str, got.replacements.rows)) == sorted(map(str, want.replacements.rows))
-    assert got.attention.name == want.attention.name
+    assert got.attention.value == want.attention.value
     assert got.attention.by_layer == want.attention.by_layer
     assert got.head is not None
     assert want.head is not None
@@ -117,7 +117,7 @@ def test_families(family: str, tmp_path: Path) -> None:
         assert_same(got, whole(base, LORA, **options))
         assert names == [f"base_model.model.model.layers.{i}" for i in range(len(names))]
         assert len(names) == got.model.config.num_hidden_layers
-        assert got.attention.name == "frugal"
+        assert got.attention.value == "frugal"
         assert got.head is not None
         assert got.head.exact
 

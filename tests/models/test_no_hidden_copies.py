@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from frugal.adapters import apply_adapters
 from frugal.codecs.dense import upcast_on_use
 from frugal.config import LoraSection
-from frugal.models.load import load_base, resident_dtype
+from frugal.models.load import load_base
+from frugal.models.materialize import resident_dtype
 from frugal.models.report import count_bytes
 from frugal.models.resolve import resolve_base
 from frugal.models.skeleton import insert_nf4, linear_kinds

@@ -34,7 +34,7 @@ def test_every_backend(form, lengths):
 
 def test_losses_and_gradients_packed_against_unpacked():
     model = tiny_model("llama")
-    assert use_attention(model).name == "frugal"
+    assert use_attention(model).value == "frugal"
     rows = [torch.tensor([[5, 6, 7]]), torch.tensor([[8, 9]]), torch.tensor([[10]])]
     ids = torch.cat(rows, 1)
     labels = ids.clone()

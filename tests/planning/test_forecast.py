@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from frugal.adapters import apply_adapters
@@ -23,13 +22,15 @@ from frugal.models.attention import use_attention
 from frugal.models.load import load_base
 from frugal.models.replacement import replace_modules
 from frugal.models.resolve import ResolvedModel
+from frugal.objectives import LossModule, make_objective
 from frugal.ops.planned import PlannedDevice
-from frugal.planning.simulate import PHASES, Phase, Shape, Simulation
+from frugal.planning.simulate import PHASES, MemorySimulator, Phase, Shape
 from frugal.training import loop
 from frugal.training.evaluate import evaluate_rows
-from frugal.training.loss import LossModule
+from frugal.training.oom_fallback import MemorySettings
 from frugal.training.optim import build_optimizer, trainable
-from frugal.training.schedule import StepOrder, make_plan, rate_factor
+from frugal.training.schedule import StepOrder, lr_lambda, make_plan
+from frugal.training.setup import LoopState, TrainSetup
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -137,18 +138,18 @@ def measured(setting: Setting, folder: Path, scratch: Path) -> dict[Phase, int]:
     torch.manual_seed(0)
     train = train_section(setting)
     loaded = load_base(ResolvedModel("x", folder, "folder", None), quantize=setting.quantize)  # type: ignore[arg-type]
-    flat = use_attention(loaded.model).name == "frugal" or setting.documents > 1
+    flat = use_attention(loaded.model).value == "frugal" or setting.documents > 1
     quantize = setting.quantize
     model = apply_adapters(loaded.model, LoraSection(r=4, **setting.lora), seed=0, quantize=quantize).model
     if setting.fused:
         replace_modules(model, compute_dtype=torch.float32)
-    module = LossModule(model)
+    module = LossModule(model, make_objective(flat=flat))
     handle = apply_activation_checkpointing(model, setting.policy, scratch_dir=scratch)
     data = dataset(setting, setting.rows * setting.accumulate)
     plan = make_plan(train, rows=len(data), world_size=1)
     strategy = replicated(torch.device("cpu"))
     wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), train))
-    job = loop.Job(
+    job = TrainSetup(
         module=module,
         wrapped=wrapped,
         strategy=strategy,
@@ -158,32 +159,28 @@ def measured(setting: Setting, folder: Path, scratch: Path) -> dict[Phase, int]:
         train=train,
         rows=data,
         eval_rows=None,
-        pad_id=0,
-        flat=flat,
-        accelerator=Accelerator(cpu=True, mixed_precision="no"),
-        rate_factor=rate_factor(train, plan),
-        save_steps=None,
+        device=torch.device("cpu"),
+        lr_lambda=lr_lambda(train, plan),
+        memory=MemorySettings(module, setting.rows, setting.rows),
     )
     peaks: dict[Phase, int] = {}
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    step = job.optimizer_step(loss_scaling=False)
     module.train()
     try:
         for phase in PHASES:
             with LiveBytesMeter(module, job.optimizer) as meter:
                 if phase == "evaluation":
-                    evaluate_rows(
-                        module, data, batch_size=setting.rows, pad_id=0, flat=flat, device=torch.device("cpu")
-                    )
+                    evaluate_rows(module, data, module.objective, batch_size=setting.rows, device=torch.device("cpu"))
                 else:
-                    loop._one_step(job, scaler, loop.LoopState())
+                    loop.one_step(job, step, LoopState())
             peaks[phase] = meter.peak_bytes
     finally:
         handle.close()
     return peaks
 
 
-def simulation(setting: Setting, folder: Path, scratch: Path, *, whole: bool = False) -> Simulation:
-    return Simulation(
+def simulation(setting: Setting, folder: Path, scratch: Path, *, whole: bool = False) -> MemorySimulator:
+    return MemorySimulator(
         AutoConfig.from_pretrained(folder),
         ModelSection(base="x", quantize=setting.quantize),  # type: ignore[arg-type]
         LoraSection(r=4, **setting.lora),

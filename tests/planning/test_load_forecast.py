@@ -17,8 +17,7 @@ from frugal.models.load import load_base
 from frugal.models.replacement import replace_modules
 from frugal.models.resolve import ResolvedModel
 from frugal.ops.planned import PlannedDevice
-from frugal.planning.loading import load_peak
-from frugal.planning.simulate import Simulation
+from frugal.planning.simulate import MemorySimulator, load_peak
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -42,7 +41,7 @@ def test_forecast_and_measured_peak_of_a_load(
     config = AutoConfig.for_model(family, **{**SIZES, **changes})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).save_pretrained(tmp_path)
-    sim = Simulation(
+    sim = MemorySimulator(
         AutoConfig.from_pretrained(tmp_path), ModelSection(base="x", quantize=quantize), LoraSection(r=8),
         TrainSection(), MemorySection(), torch.float32, PlannedDevice("cpu"),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from frugal.cli.main import app
 from frugal.planning import make_planner
 from frugal.planning.picture import GIB, drawing
 from frugal.planning.simulated_model import Shape
-from frugal.web.charts import Area, area_chart
+from frugal.web.charts import Series, chart
 
 
 def test_areas_and_marks(tiny_llama_folder: Path) -> None:
@@ -35,7 +35,7 @@ def test_files(tiny_llama_folder: Path, tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         text = (tmp_path / name).read_text()
         assert "tokens of a row" in text
-        assert "8 GB: " in text
+        assert "8 GiB: " in text
     root = ElementTree.fromstring((tmp_path / "plan.svg").read_text())
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     wrong = CliRunner().invoke(app, [*words, str(tmp_path / "plan.png")])
@@ -44,9 +44,9 @@ def test_files(tiny_llama_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_stacked_chart() -> None:
-    areas = [Area("a", "p1", [(0.0, 1.0), (10.0, 1.0)]), Area("<b>", "p2", [(0.0, 0.0), (10.0, 3.0)])]
+    areas = [Series("a", "p1", [(0.0, 1.0), (10.0, 1.0)]), Series("<b>", "p2", [(0.0, 0.0), (10.0, 3.0)])]
     marks = [(5.0, 2.5, "half")]
-    text = area_chart(areas, marks=marks, title="t & t", subtitle="s", x_label="x", y_label="y")
+    text = chart(areas, stacked=True, marks=marks, title="t & t", subtitle="s", x_label="x", y_label="y")
     root = ElementTree.fromstring(text)
     shapes = [element.attrib["points"].split() for element in root if element.tag.endswith("polygon")]
     assert len(shapes) == 2

@@ -13,18 +13,18 @@ from typer.testing import CliRunner
 
 from frugal.cli.main import app
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection, load_config
-from frugal.config.sizes import parse_size
 from frugal.errors import ConfigError, ModelError
 from frugal.gpus import GPUS, find_gpu
 from frugal.ops.planned import PlannedDevice
 from frugal.planning import Planner, make_planner
 from frugal.planning.architectures import known_architecture
+from frugal.planning.host import device_allowance, tensor_budget
 from frugal.planning.inputs import architecture, planned_device
-from frugal.planning.overhead import device_allowance, tensor_budget
 from frugal.planning.show import lines
-from frugal.planning.simulate import PHASES, Shape, Simulation
+from frugal.planning.simulate import PHASES, MemorySimulator, Shape
 from frugal.planning.skeleton import layer_counts, with_layers
 from frugal.planning.sweep import solve, sweep
+from frugal.units import parse_size
 
 SIZES: dict[str, Any] = {
     "vocab_size": 2000,
@@ -39,12 +39,14 @@ PATTERN = ["sliding_attention", "sliding_attention", "full_attention"] * 4
 GPU = PlannedDevice("cuda", (8, 0))
 
 
-def simulation(family: str, layers: int, *, whole: bool = False, device: PlannedDevice = GPU, **kw: Any) -> Simulation:
+def simulation(
+    family: str, layers: int, *, whole: bool = False, device: PlannedDevice = GPU, **kw: Any
+) -> MemorySimulator:
     config = AutoConfig.for_model(family, num_hidden_layers=layers, dtype="bfloat16", **SIZES, **kw.pop("changes", {}))
     train = TrainSection(gradient_accumulation_steps=kw.pop("accumulate", 1), optim=kw.pop("optim", "adamw"))
     compute = torch.float32 if device.kind == "cpu" else torch.bfloat16
     model = ModelSection(base="x", quantize=kw.pop("quantize", "nf4"))
-    return Simulation(config, model, LoraSection(r=4), train, MemorySection(), compute, device, whole=whole, **kw)
+    return MemorySimulator(config, model, LoraSection(r=4), train, MemorySection(), compute, device, whole=whole, **kw)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 from frugal.cli.main import app
 from frugal.config import load_config
 from frugal.planning import Planner
+from frugal.planning.api import choose_strategy, settled
 from frugal.planning.inputs import planned_device
-from frugal.planning.network import LINKS, gpu_flops, step_flops
-from frugal.planning.strategy import choose_strategy, settled
 
 
 def planner(folder: Path, vram: str = "8GB", **known: Any) -> Planner:
@@ -67,8 +66,6 @@ def test_parts_of_a_rank_and_what_it_sends(folder: Path, ranks: int) -> None:
                 ("zero3", True): part * (trained + micro_batches * (2 * layers + tables + 2 * units.root)),
             }[strategy, cut]  # fmt: skip
             assert network.sent_bytes == pytest.approx(expected, rel=1e-4), (strategy, cut)
-            assert network.seconds("10 Gb Ethernet") == pytest.approx(expected / LINKS["10 Gb Ethernet"], rel=1e-4)
-            assert 0 < network.share("PCIe 4.0 x16") < network.share("10 Gb Ethernet") < 1
 
 
 def test_sharding_lowers_every_phase_and_many_ranks_come_close_to_nothing(folder: Path) -> None:
@@ -127,22 +124,10 @@ def test_json_and_text_of_a_shared_run(folder: Path) -> None:
     assert found["host"]["ranks"] == 2
     assert found["network"]["hosts"] == 2
     assert sum(found["network"]["sent_by_kind"].values()) == found["network"]["sent_bytes_per_step"]
-    assert set(found["network"]["links"]) == set(LINKS)
-    assert len(found["network"]["assumptions"]) == 3
+    assert "2 hosts" in found["network"]["assumptions"][0]
     shown = CliRunner().invoke(app, words)
     assert "each of 4 ranks, fsdp2, base cut" in shown.stdout
-    assert "10 Gb Ethernet" in shown.stdout
+    assert "a step: reduce-scatter of gradients" in shown.stdout
     one = json.loads(CliRunner().invoke(app, ["plan", str(folder), "--vram", "8GB", "--json", "--tokens", "64"]).stdout)
     assert one["network"] is None
     assert one["device"]["sharding"] is None
-
-
-def test_estimated_operations() -> None:
-    """8B parameters, 2,048 tokens, layers run again: about 6 operations a parameter and token, and attention."""
-    found = step_flops(
-        parameters=8_030_000_000, embedding=525_000_000, trained=42_000_000, layers=32, width=4096, rows=1, length=2048,
-        recompute=True,
-    )  # fmt: skip
-    assert found == pytest.approx(2048 * (6 * 7.505e9 + 8 * 42e6 + 2 * 2048 * 4096 * 32 * 4.5), rel=1e-9)
-    assert gpu_flops("A100 80GB") == 312e12
-    assert gpu_flops("something new") == 70e12

@@ -12,7 +12,7 @@ import pytest
 from frugal.config import TrainSection
 from frugal.errors import CheckpointError
 from frugal.run.train import train
-from frugal.training.schedule import make_plan, rate_factor
+from frugal.training.schedule import lr_lambda, make_plan
 from tests.support import runs
 
 BASE: dict[str, Any] = {"output": {"save_steps": 5}, "train": {"max_steps": 10, "warmup_steps": 2}}
@@ -95,6 +95,6 @@ def test_a_changed_plan_stops(whole: tuple[Path, dict[str, Any]], key: str, valu
 def test_the_cases_own_numbers() -> None:
     section = TrainSection(warmup_steps=0)
     hundred, sixty = (make_plan(section.model_copy(update={"max_steps": n}), rows=9, world_size=1) for n in (100, 60))
-    assert rate_factor(section, hundred)(50) == pytest.approx(0.5, abs=1e-12)
-    assert rate_factor(section, sixty)(50) == pytest.approx(0.067, abs=1e-3)
-    assert rate_factor(section, sixty)(70) == rate_factor(section, sixty)(60) == pytest.approx(0.0, abs=1e-12)
+    assert lr_lambda(section, hundred)(50) == pytest.approx(0.5, abs=1e-12)
+    assert lr_lambda(section, sixty)(50) == pytest.approx(0.067, abs=1e-3)
+    assert lr_lambda(section, sixty)(70) == lr_lambda(section, sixty)(60) == pytest.approx(0.0, abs=1e-12)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from frugal.console import SafeStream, say
+from frugal.run.progress import Reporter
+from frugal.run.summary import TrainResult, summary_lines
 from frugal.training.log import TrainLog, read_log
-from frugal.training.progress import Reporter, SafeStream, duration, say
-from frugal.training.summary import TrainResult, summary_lines
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
@@ -95,10 +96,6 @@ def test_quiet_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     reporter.say("x")
     reporter.close()
     assert capsys.readouterr().out == ""
-
-
-def test_durations() -> None:
-    assert [duration(value) for value in (0.2, 59, 61, 3725)] == ["0 s", "59 s", "1:01", "1:02:05"]
 
 
 def test_log_restarts_at_a_step(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 import frugal.checkpoints.write
-from frugal.checkpoints.write import why_incomplete
+from frugal.checkpoints.read import why_incomplete
 from frugal.errors import CheckpointError, ConfigError, FrugalError
 from frugal.files import read_json
-from frugal.run.train import evaluate, train
+from frugal.run.evaluate import evaluate
+from frugal.run.train import train
 from frugal.training.log import read_log
 from tests.support import runs
 
@@ -100,7 +101,7 @@ def test_disk_full_in_the_middle_of_a_run(
 def test_too_small_a_disk_stops_before_training(
     tiny_llama_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frugal.checkpoints.space.free_bytes", lambda folder: 2_000_000)
+    monkeypatch.setattr("frugal.checkpoints.rotation.free_bytes", lambda folder: 2_000_000)
     with pytest.raises(CheckpointError, match=r"2 checkpoints of 1\.1 MB and one being written need 3\.3 MB"):
         train(settings(tiny_llama_folder, data, tmp_path / "run"))
     assert not (tmp_path / "run" / "train_log.jsonl").exists()
@@ -134,7 +135,7 @@ def test_losses_that_stop_being_finite_stop_the_run(tiny_llama_folder: Path, dat
 def test_a_tracker_that_is_not_installed_stops_at_once(
     tiny_llama_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frugal.training.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("frugal.run.trackers.find_spec", lambda name: None)
     config = settings(tiny_llama_folder, data, tmp_path / "run")
     config["train"]["report_to"] = ["wandb"]
     with pytest.raises(ConfigError, match=r"wandb, which is not installed here.*pip install wandb"):

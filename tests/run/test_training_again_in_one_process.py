@@ -11,9 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import frugal.run.train
-from frugal.training.job import Job
+from frugal.errors import MemoryBudgetError
+from frugal.training.setup import TrainSetup
 from tests.support import runs
 
 
@@ -26,9 +28,10 @@ def test_five_runs_one_of_them_failing(
 ) -> None:
     refs: list[tuple[str, weakref.ref[Any]]] = []
     fail_at: list[int] = []
+    failure: list[Exception] = []
     original = frugal.run.train.train_loop
 
-    def watched(job: Job, hooks: Any, state: Any) -> Any:
+    def watched(job: TrainSetup, hooks: Any, state: Any) -> Any:
         things = {"module": job.module, "model": job.module.model, "optimizer": job.optimizer, "rows": job.order}
         refs.extend((name, weakref.ref(thing)) for name, thing in things.items())
         refs.extend((name, weakref.ref(p)) for name, p in job.module.named_parameters())
@@ -37,7 +40,7 @@ def test_five_runs_one_of_them_failing(
         def failing(entry: dict[str, Any]) -> None:
             record(entry)
             if fail_at and entry["step"] == fail_at[0]:
-                raise Broken
+                raise failure[0]
 
         hooks.record = failing
         return original(job, hooks, state)
@@ -53,11 +56,22 @@ def test_five_runs_one_of_them_failing(
         config["train"]["max_steps"] = 4
         if attempt == 2:
             fail_at.append(2)
-            with pytest.raises(Broken) as caught:
+            failure[:] = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")]
+            with pytest.raises(MemoryBudgetError, match="out of device memory") as caught:
                 frugal.run.train.train(config)
             kept.append(caught.value)  # as sys.last_value and sys.last_traceback do
             assert caught.value.__traceback__ is not None
             fail_at.clear()
+        elif attempt == 3:
+            fail_at.append(2)
+            failure[:] = [Broken()]
+            with pytest.raises(Broken) as broken:
+                frugal.run.train.train(config)
+            names = [set(frame.frame.f_locals) for frame in broken.traceback[1:]]
+            assert any({"module", "optimizer"} <= found for found in names), "a debugger finds the run's variables"
+            failure.clear()
+            fail_at.clear()
+            del broken, names
         else:
             frugal.run.train.train(config)
         gc.collect()

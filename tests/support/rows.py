@@ -10,12 +10,11 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from frugal.config.models import DataSection, SourceSection
-from frugal.data.prepare import PreparedRow, RowPreparer
-from frugal.data.prompt import chat_renderer
-from frugal.data.render import ChatRenderer
-from frugal.data.tokenize import TextEncoder
-from frugal.data.types import Example, Message
+from frugal.config import DataSection, SourceSection
+from frugal.data.chat.render import ChatRenderer
+from frugal.data.encode import EncodedRow, RowEncoder, chat_renderer
+from frugal.data.rows import Example, Message
+from frugal.data.tokenizer import TextEncoder
 from tests.conftest import CHATML, make_tokenizer
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -54,16 +53,16 @@ def chat(*turns: str, tools: list[dict[str, Any]] | None = None) -> Example:
     return Example("messages", "rows.jsonl", 1, messages=messages, tools=tools)
 
 
-def prepare(tokenizer: Any, *examples: Example, template: str | None = None, **options: Any) -> list[PreparedRow]:
+def prepare(tokenizer: Any, *examples: Example, template: str | None = None, **options: Any) -> list[EncodedRow]:
     """Rows as `build` prepares them, with their text."""
     renderer: ChatRenderer | None = None
     if any(example.kind == "messages" for example in examples):
         renderer = chat_renderer(tokenizer, template)
-    preparer = RowPreparer(TextEncoder.from_tokenizer(tokenizer), renderer, keep_text=True, **options)
-    return preparer.prepare(examples)
+    row_encoder = RowEncoder(TextEncoder.from_tokenizer(tokenizer), renderer, keep_text=True, **options)
+    return row_encoder.encode(examples)
 
 
-def trained_texts(tokenizer: Any, row: PreparedRow) -> list[str]:
+def trained_texts(tokenizer: Any, row: EncodedRow) -> list[str]:
     """The text of each run of trained tokens, special tokens included."""
     runs: list[list[int]] = []
     before = False

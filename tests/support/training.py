@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -15,10 +14,11 @@ from frugal.config import TrainSection
 from frugal.data import TokenDataset
 from frugal.distributed.strategy import replicated
 from frugal.models.attention import use_attention
-from frugal.training.job import Job
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule, make_objective
+from frugal.training.oom_fallback import MemorySettings
 from frugal.training.optim import build_optimizer, trainable
-from frugal.training.schedule import StepOrder, make_plan, rate_factor
+from frugal.training.schedule import StepOrder, lr_lambda, make_plan
+from frugal.training.setup import TrainSetup
 
 VOCAB = 97
 
@@ -65,17 +65,16 @@ def make_job(
     eval_rows: TokenDataset | None = None,
     flat: bool = False,
     **train: Any,
-) -> Job:
+) -> TrainSetup:
     """A job on the CPU; ``train`` are keys of the train section."""
     if flat:
-        assert use_attention(model.get_base_model()).name == "frugal"
+        assert use_attention(model.get_base_model()).value == "frugal"
     section = TrainSection.model_validate({"group_by_length": False, **train})
-    accelerator = Accelerator(cpu=True, mixed_precision="no")
-    module = LossModule(model)
-    strategy = replicated(accelerator.device)
+    module = LossModule(model, make_objective(flat=flat, label_smoothing=section.label_smoothing))
+    strategy = replicated(torch.device("cpu"))
     wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), section))
-    plan = make_plan(section, rows=len(data), world_size=accelerator.num_processes)
-    return Job(
+    plan = make_plan(section, rows=len(data), world_size=strategy.world_size)
+    return TrainSetup(
         module=module,
         wrapped=wrapped,
         strategy=strategy,
@@ -85,9 +84,7 @@ def make_job(
         train=section,
         rows=data,
         eval_rows=eval_rows,
-        pad_id=0,
-        flat=flat,
-        accelerator=accelerator,
-        rate_factor=rate_factor(section, plan),
-        save_steps=None,
+        device=torch.device("cpu"),
+        lr_lambda=lr_lambda(section, plan),
+        memory=MemorySettings(module, section.per_device_train_batch_size, section.per_device_eval_batch_size),
     )

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.training.job import Hooks, LoopState
 from frugal.training.loop import train_loop
+from frugal.training.setup import Hooks, LoopState
 from frugal.training.signals import StopRequest
 from tests.support import training as toy
 
@@ -101,5 +101,5 @@ def test_last_short_window_divides_by_its_own_tokens() -> None:
     steps = [job.order.rows_of(step) for step in (0, 1)]
     assert [len(step) for step in steps] == [4, 1]
     for record, rows in zip(records, steps, strict=True):
-        assert record["trained_tokens"] == int(data.supervised[rows].sum())
+        assert record["trained_tokens"] == int(data.num_targets[rows].sum())
         assert record["loss"] == pytest.approx(reference(model, data, rows), rel=1e-5)

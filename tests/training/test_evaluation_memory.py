@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from frugal.memory.meter import LiveBytesMeter
-from frugal.training.evaluate import EvalResult, evaluate_rows, perplexity
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule
+from frugal.objectives.causal_lm import perplexity
+from frugal.training.evaluate import EvalResult, evaluate_rows
 from tests.support import training as toy
 
 LARGE = 50_000
@@ -18,11 +19,10 @@ LARGE = 50_000
 def run(module: LossModule, data: object, batch_size: int) -> EvalResult:
     return evaluate_rows(
         module,
-        data,
+        data,  # type: ignore[arg-type]
+        module.objective,
         batch_size=batch_size,
-        pad_id=0,
-        flat=False,
-        device=torch.device("cpu"),  # type: ignore[arg-type]
+        device=torch.device("cpu"),
     )
 
 
@@ -58,7 +58,7 @@ def test_loss_is_the_token_mean_for_any_batch_size_with_dropout_off() -> None:
     for result in results:
         assert result.loss == pytest.approx(total / count, rel=1e-6)
         assert (result.tokens, result.rows) == (29, 7)
-        assert result.perplexity == pytest.approx(math.exp(result.loss), rel=1e-12)
+        assert result.metrics["perplexity"] == pytest.approx(math.exp(result.loss), rel=1e-12)
 
 
 def test_perplexity_of_a_hopeless_loss_is_infinite() -> None:

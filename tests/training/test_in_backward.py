@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,16 @@ import pytest
 import torch
 
 from frugal.config import load_config
+from frugal.distributed.strategy import replicated
 from frugal.errors import ConfigError, FrugalError, MemoryBudgetError
 from frugal.files import read_json
 from frugal.run.train import train
 from frugal.tensor_files import read_tensors
-from frugal.training.in_backward import place_of_step, step_in_backward
-from frugal.training.job import Hooks, LoopState
 from frugal.training.loop import train_loop
 from frugal.training.optim import trainable
+from frugal.training.setup import Hooks, LoopState
 from frugal.training.signals import StopRequest
+from frugal.training.step import OptimizerStep, optimizer_in_backward
 from tests.support import runs
 from tests.support import training as toy
 
@@ -108,16 +110,16 @@ def test_true_where_it_cannot_be_says_why_and_writes_nothing(tiny_llama_folder: 
 
 def test_auto_steps_inside_only_where_nothing_needs_all_gradients() -> None:
     free: dict[str, Any] = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
-    assert place_of_step("auto", **free).in_backward
-    assert not place_of_step(False, **free).in_backward
+    assert optimizer_in_backward("auto", **free).value
+    assert not optimizer_in_backward(False, **free).value
     for change, told in (
         ({"gradient_accumulation_steps": 8}, "gradient_accumulation_steps is 8"),
         ({"max_grad_norm": 1.0}, "max_grad_norm is 1.0"),
         ({"loss_scaling": True}, "loss scaling"),
         ({"world_size": 2}, "2 ranks"),
     ):
-        place = place_of_step("auto", **{**free, **change})
-        assert not place.in_backward
+        place = optimizer_in_backward("auto", **{**free, **change})
+        assert not place.value
         assert told in place.reason
 
 
@@ -132,12 +134,12 @@ def test_the_key_is_read_as_written(written: Any, meant: Any, tmp_path: Path) ->
 
 def test_a_wrong_word_names_what_is_allowed() -> None:
     sections = {"model": {"base": "m"}, "data": {"train": "r"}, "output": {"dir": "o"}}
-    with pytest.raises(ConfigError, match="allowed: auto, true, false"):
+    with pytest.raises(ConfigError, match="must be auto, true or false"):
         load_config({**sections, "memory": {"optimizer_in_backward": "always"}})
 
 
 def test_smaller_micro_batches_add_up_before_the_step() -> None:
-    """After the ladder made micro-batches smaller a window has two, and the step waits for both."""
+    """After micro-batches became smaller a step has two, and the step waits for both."""
     found = []
     for inside, micro in ((False, 2), (True, 2), (True, 1)):
         model = toy.tiny_model()
@@ -145,8 +147,8 @@ def test_smaller_micro_batches_add_up_before_the_step() -> None:
             model, toy.rows([3, 5, 2, 6]), per_device_train_batch_size=2, gradient_accumulation_steps=1,
             max_grad_norm=0.0, learning_rate=1e-2, num_train_epochs=2,
         )  # fmt: skip
-        job.step_in_backward = inside
-        job.train = job.train.model_copy(update={"per_device_train_batch_size": micro})
+        job = replace(job, step_in_backward=inside)
+        job.memory.micro_batch_rows = micro
         train_loop(job, Hooks(lambda record: None, lambda state: None, StopRequest()), LoopState())
         found.append({name: p.detach().clone() for name, p in trainable(model).items()})
     for name, tensor in found[0].items():
@@ -172,14 +174,20 @@ class Module(torch.nn.Module):
                 raise self.broken
 
             hidden.register_hook(fail)
-        return (self.second(hidden) * self.factor).sum(), torch.tensor(3)
+        loss = (self.second(hidden) * self.factor).sum()
+        return loss, torch.stack([loss.detach().double(), torch.tensor(3.0).double()])
+
+
+def step_of(module: Module) -> OptimizerStep:
+    optimizer = torch.optim.AdamW(module.parameters())
+    return OptimizerStep(module, optimizer, replicated(torch.device("cpu")), max_grad_norm=0.0)
 
 
 def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     module = Module(float("inf"))
     before = [p.detach().clone() for p in module.parameters()]
     with pytest.raises(FrugalError, match="the loss is"):
-        step_in_backward(module, torch.optim.AdamW(module.parameters()), {"x": torch.ones(3, 4)}, 3)
+        step_of(module).forward_backward_update({"x": torch.ones(3, 4)}, 3)
     assert all(torch.equal(p, old) for p, old in zip(module.parameters(), before, strict=True))
 
 
@@ -187,9 +195,9 @@ def test_out_of_memory_after_an_update_is_not_tried_again() -> None:
     """Half of the parameters have moved: the same step again would be another one."""
     module = Module(1.0)
     module.broken = MemoryError("no room")
-    optimizer = torch.optim.AdamW(module.parameters())
+    step = step_of(module)
     with pytest.raises(MemoryBudgetError, match=r"after 2 parameters .*optimizer_in_backward: false"):
-        step_in_backward(module, optimizer, {"x": torch.ones(3, 4)}, 3)
+        step.forward_backward_update({"x": torch.ones(3, 4)}, 3)
     module.broken = None
-    step_in_backward(module, optimizer, {"x": torch.ones(3, 4)}, 3)  # its hooks are gone
+    step.forward_backward_update({"x": torch.ones(3, 4)}, 3)  # its hooks are gone
     assert all(p.grad is None for p in module.parameters())

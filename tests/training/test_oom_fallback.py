@@ -1,4 +1,4 @@
-"""Too little memory: the probe, the ladder and the budget. What is computed never changes."""
+"""Too little memory: the warm-up step, the out-of-memory fallback and the budget. What is computed never changes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from frugal import run
 from frugal.config import load_config
 from frugal.errors import MemoryBudgetError
 from frugal.files import read_json
-from frugal.memory import apply_activation_checkpointing
 from frugal.memory.meter import LiveBytesMeter, OutOfBudget
-from frugal.memory.pressure import OutOfHostMemory, is_out_of_memory, refuse_when_host_is_full
-from frugal.training.job import Hooks, LoopState
+from frugal.memory.space import OutOfHostMemory, is_out_of_memory, refuse_when_host_is_full
+from frugal.run.train import train
 from frugal.training.log import read_log
 from frugal.training.loop import train_loop
-from frugal.training.oom_fallback import Ladder
+from frugal.training.oom_fallback import OutOfMemoryFallback
+from frugal.training.setup import Hooks, LoopState
 from frugal.training.signals import StopRequest
-from frugal.training.warmup_step import longest_micro_batch, run_probe
+from frugal.training.warmup_step import longest_micro_batch, run_warmup_step
 from tests.support import runs
 from tests.support import training as toy
 
@@ -46,19 +45,19 @@ def settings(base: Path, tmp_path: Path, name: str, **memory: Any) -> dict[str, 
 def test_a_run_with_less_memory_ends_with_the_same_losses(
     make_tiny_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """30 % under its need: the ladder goes down until it fits, every loss equals that of the run with enough."""
+    """30 % under its need: settings get cheaper until it fits, every loss equals that of the run with enough."""
     folder = make_tiny_llama(vocab_size=4000)
-    run.train(settings(folder, tmp_path, "enough", checkpoint="none"))
+    train(settings(folder, tmp_path, "enough", checkpoint="none"))
     manifest = read_json(tmp_path / "enough" / "manifest.json")
-    need = manifest["probe"]["step_bytes"]
-    assert manifest["memory ladder"] == []
+    need = manifest["warm-up step"]["step_bytes"]
+    assert manifest["out-of-memory fallback"] == []
     assert manifest["forecast"]["device"]["phases"]["steady_step"]["bytes"] == pytest.approx(need, rel=0.05)
 
-    run.train(settings(folder, tmp_path, "less", checkpoint="none", budget=str(int(0.7 * need))))
+    train(settings(folder, tmp_path, "less", checkpoint="none", budget=str(int(0.7 * need))))
     manifest = read_json(tmp_path / "less" / "manifest.json")
-    taken = manifest["memory ladder"]
+    taken = manifest["out-of-memory fallback"]
     assert taken
-    assert manifest["probe"]["step_bytes"] <= 0.7 * need
+    assert manifest["warm-up step"]["step_bytes"] <= 0.7 * need
     # of losses near 9, of which float32 tells 1e-6 apart: other chunks, other order of sums
     assert losses(tmp_path / "less") == pytest.approx(losses(tmp_path / "enough"), rel=1e-6)
     shown = capsys.readouterr()
@@ -67,39 +66,38 @@ def test_a_run_with_less_memory_ends_with_the_same_losses(
         assert (tmp_path / "less" / name).is_file()
 
 
-def test_auto_needs_no_ladder(make_tiny_llama: Any, tmp_path: Path) -> None:
+def test_auto_needs_no_fallback(make_tiny_llama: Any, tmp_path: Path) -> None:
     """The plan chooses what fits before the first step."""
     folder = make_tiny_llama(vocab_size=500)
-    run.train(settings(folder, tmp_path, "none", checkpoint="none"))
-    need = read_json(tmp_path / "none" / "manifest.json")["probe"]["step_bytes"]
-    run.train(settings(folder, tmp_path, "auto", budget=str(int(0.9 * need))))
+    train(settings(folder, tmp_path, "none", checkpoint="none"))
+    need = read_json(tmp_path / "none" / "manifest.json")["warm-up step"]["step_bytes"]
+    train(settings(folder, tmp_path, "auto", budget=str(int(0.9 * need))))
     manifest = read_json(tmp_path / "auto" / "manifest.json")
-    assert manifest["memory ladder"] == []
+    assert manifest["out-of-memory fallback"] == []
     assert manifest["implementations"]["activation checkpointing"]["chosen"] == "recompute"
     assert losses(tmp_path / "auto") == pytest.approx(losses(tmp_path / "none"), abs=1e-6)
 
 
 def test_what_cannot_fit_says_what_would(tiny_llama_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(MemoryBudgetError, match=r"Tried: .*chunks.*1 rows.*memory\.budget"):
-        run.train(settings(tiny_llama_folder, tmp_path, "hopeless", budget="100KB"))
+        train(settings(tiny_llama_folder, tmp_path, "hopeless", budget="100KB"))
 
 
-def ladder_for(job: Any, said: list[str]) -> Ladder:
-    handle = apply_activation_checkpointing(job.module.model, "none")
-    return Ladder(job, handle, None, on_cuda=False, say=said.append)
+def fallback_for(job: Any, said: list[str]) -> OutOfMemoryFallback:
+    return OutOfMemoryFallback(job.memory, say=said.append)
 
 
-def test_rungs_come_in_a_fixed_order() -> None:
+def test_changes_come_in_a_fixed_order() -> None:
     said: list[str] = []
     job = toy.make_job(toy.tiny_model(), toy.rows([3] * 8), per_device_train_batch_size=4)
-    ladder = ladder_for(job, said)
+    fallback = fallback_for(job, said)
     order = []
     for _ in range(5):
-        ladder.next("no room")
-        order.append(ladder.taken[-1])
+        fallback.next("no room")
+        order.append(fallback.taken[-1])
     with pytest.raises(MemoryBudgetError, match="no room"):
-        ladder.next("no room")
-    ladder.close()
+        fallback.next("no room")
+    job.memory.close()
     assert [word for word in ("chunks", "recompute", "disk", "2 rows", "1 rows") if any(word in o for o in order)] == [
         "chunks", "recompute", "disk", "2 rows", "1 rows"
     ]  # fmt: skip
@@ -128,14 +126,14 @@ def steps(*, fail: bool) -> tuple[list[dict[str, Any]], list[str], torch.Tensor]
         gradient_accumulation_steps=2,
     )  # fmt: skip
     said: list[str] = []
-    ladder = ladder_for(job, said)
+    fallback = fallback_for(job, said)
     if fail:
         OutOnce(job)
     records: list[dict[str, Any]] = []
-    hooks = Hooks(records.append, lambda state: None, StopRequest(print), ladder.next)
+    hooks = Hooks(records.append, lambda state: None, StopRequest(print), fallback.next)
     torch.manual_seed(9)
     train_loop(job, hooks, LoopState())
-    ladder.close()
+    job.memory.close()
     weights = torch.cat([p.detach().flatten() for p in job.module.parameters() if p.requires_grad])
     return records, said, weights
 
@@ -172,7 +170,7 @@ def test_the_meter_enforces_a_limit() -> None:
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adamw_8bit"])
-def test_the_probe_changes_nothing(optim: str) -> None:
+def test_the_warmup_step_changes_nothing(optim: str) -> None:
     """Weights, optimizer state and random generators are those before, bit for bit, also in the middle of a run."""
     job = toy.make_job(
         toy.tiny_model(dropout=0.1), toy.rows([3, 5, 2, 7], length=40), eval_rows=toy.rows([4, 4]), max_steps=3,
@@ -189,7 +187,7 @@ def test_the_probe_changes_nothing(optim: str) -> None:
             for key, value in values.items()
         }
         generator = torch.get_rng_state()
-        result = run_probe(job, save=lambda: None)
+        result = run_warmup_step(job, save=lambda: None)
         assert result.step_bytes > result.eval_bytes > result.save_bytes
         assert result.save_bytes > sum(w.nbytes for w in weights)  # with optimizer state, as after a step
         assert torch.equal(torch.get_rng_state(), generator)
@@ -204,7 +202,7 @@ def test_the_probe_changes_nothing(optim: str) -> None:
         assert all(p.grad is None for p in job.module.parameters())
 
 
-def test_the_probe_takes_the_longest_micro_batch_of_all_steps() -> None:
+def test_the_warmup_step_takes_the_longest_micro_batch_of_all_steps() -> None:
     data = toy.rows([2] * 9, length=12)  # lengths 12, 13, 14, 12, ...
     job = toy.make_job(toy.tiny_model(), data, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     found = longest_micro_batch(job.order, job.plan, data.lengths, micro=2, flat=True)
@@ -215,7 +213,7 @@ def test_the_probe_takes_the_longest_micro_batch_of_all_steps() -> None:
         for i in range(0, len(rows), 2)
     ]
     assert int(data.lengths[found].sum()) == max(totals)
-    assert run_probe(job).rows == len(found)
+    assert run_warmup_step(job).rows == len(found)
 
 
 def test_budget_in_a_configuration() -> None:

@@ -11,7 +11,13 @@ from torch import nn
 from frugal.config import TrainSection
 from frugal.errors import CheckpointError
 from frugal.tensor_files import read_tensors, write_tensors
-from frugal.training.optim import OptimizerState, build_optimizer, load_optimizer_state, optimizer_state, set_rate
+from frugal.training.optim import (
+    OptimizerState,
+    build_optimizer,
+    load_optimizer_state,
+    optimizer_state,
+    set_lr,
+)
 
 
 def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
@@ -38,9 +44,9 @@ def test_groups() -> None:
         "q.lora_B.default.weight": (1.6e-3, 0.1),
         "q.magnitude": (1e-4, 0.0),
     }
-    assert set_rate(optimizer, 0.5) == 0.5e-4
+    assert set_lr(optimizer, 0.5) == 0.5e-4
     assert {group["lr"] for group in optimizer.param_groups} == {0.5e-4, 0.8e-3}
-    set_rate(optimizer, 1.0)
+    set_lr(optimizer, 1.0)
     assert {group["lr"] for group in optimizer.param_groups} == {1e-4, 1.6e-3}
 
 

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from frugal.errors import CheckpointError, ConfigError
 from frugal.memory.meter import LiveBytesMeter
-from frugal.training.in_backward import OptimizerInBackward
 from frugal.training.optim8bit import AdamW8bit
+from frugal.training.step import OptimizerInBackward
 
 SHAPES = [(16, 576), (1536, 16), (5000,), (64,), (33, 127)]  # with a short last block, and small ones
 

@@ -10,7 +10,7 @@ import pytest
 
 from frugal.config import TrainSection
 from frugal.errors import DataError
-from frugal.training.schedule import StepOrder, make_plan, rate_factor, split_window
+from frugal.training.schedule import StepOrder, lr_lambda, make_plan, split_step
 
 
 def section(**changes: object) -> TrainSection:
@@ -35,7 +35,7 @@ def test_max_steps_wins_and_warmup() -> None:
 def test_a_single_step_is_not_spent_on_warming_up() -> None:
     for name in ("linear", "cosine", "constant_with_warmup", "cosine_with_min_lr"):
         settings = section(max_steps=1, warmup_ratio=0.5, lr_scheduler_type=name)
-        assert rate_factor(settings, make_plan(settings, rows=100, world_size=1))(0) == 1.0
+        assert lr_lambda(settings, make_plan(settings, rows=100, world_size=1))(0) == 1.0
 
 
 def test_no_rows_is_a_data_error() -> None:
@@ -61,7 +61,7 @@ def test_every_row_once_an_epoch_and_other_epochs_other_orders() -> None:
 @pytest.mark.parametrize("count", [1, 5, 6, 12])
 def test_ranks_share_the_rows_of_a_window(micro: int, world: int, count: int) -> None:
     rows = list(range(100, 100 + count))
-    shares = [split_window(rows, micro=micro, rank=rank, world_size=world) for rank in range(world)]
+    shares = [split_step(rows, micro=micro, rank=rank, world_size=world) for rank in range(world)]
     assert len({len(share) for share in shares}) == 1  # as many backward passes on every rank
     assert sorted(chain.from_iterable(chain.from_iterable(shares))) == rows
     assert all(len(batch) <= micro for share in shares for batch in share)
@@ -69,26 +69,26 @@ def test_ranks_share_the_rows_of_a_window(micro: int, world: int, count: int) ->
 
 def test_factors_by_hand() -> None:
     plan = make_plan(section(max_steps=100, warmup_steps=10), rows=10, world_size=1)
-    cosine = rate_factor(section(), plan)
+    cosine = lr_lambda(section(), plan)
     assert cosine(0) == 0.0
     assert cosine(5) == 0.5
     assert cosine(10) == 1.0
     assert cosine(55) == pytest.approx(0.5, abs=1e-12)
     assert cosine(100) == pytest.approx(0.0, abs=1e-12)
-    floor = rate_factor(section(lr_scheduler_type="cosine_with_min_lr", min_lr_ratio=0.1), plan)
+    floor = lr_lambda(section(lr_scheduler_type="cosine_with_min_lr", min_lr_ratio=0.1), plan)
     assert floor(55) == pytest.approx(0.55, abs=1e-12)
     assert floor(100) == pytest.approx(0.1, abs=1e-12)
-    linear = rate_factor(section(lr_scheduler_type="linear"), plan)
+    linear = lr_lambda(section(lr_scheduler_type="linear"), plan)
     assert linear(55) == 0.5
     assert linear(100) == 0.0
-    assert rate_factor(section(lr_scheduler_type="constant"), plan)(0) == 1.0
-    assert rate_factor(section(lr_scheduler_type="constant_with_warmup"), plan)(5) == 0.5
+    assert lr_lambda(section(lr_scheduler_type="constant"), plan)(0) == 1.0
+    assert lr_lambda(section(lr_scheduler_type="constant_with_warmup"), plan)(5) == 0.5
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr"])
 def test_after_the_end_the_rate_stays(name: str) -> None:
     plan = make_plan(section(max_steps=60, lr_scheduler_type=name), rows=10, world_size=1)
-    factor = rate_factor(section(lr_scheduler_type=name), plan)
+    factor = lr_lambda(section(lr_scheduler_type=name), plan)
     assert {factor(step) for step in (60, 61, 70, 100, 1000)} == {factor(60)}
     assert factor(60) == min(factor(step) for step in range(plan.warmup_steps, 61))
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from frugal.device import Device, DtypeChoice
 from frugal.ops.choice import choices
 from frugal.ops.target import Target
-from frugal.verification import Check, Diagnosis, checks, examine, judge
+from frugal.verification import Check, Diagnosis, Subject, examine, judge, operations, run_checks
 from frugal.verification.examine import evidence, notes, render
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_on_a_cpu(found: Diagnosis) -> None:
     assert found.seconds < 60
     ran = {(check.op, check.implementation) for check in found.checks}
     assert {("attention", "cpu_flash"), ("attention", "blockwise"), ("attention", "sdpa")} <= ran
-    assert {op for op, _ in ran} >= {"rms_norm", "layer_norm", "rope", "gated_mlp", "lora_linear", "nf4",
+    assert {op for op, _ in ran} >= {"rms_norm", "rope", "gated_mlp", "lora_linear", "nf4",
                                      "linear_cross_entropy"}  # fmt: skip
     assert all(check.where == "run on this CPU" for check in found.checks)
     for text in found.kernels.values():
@@ -67,10 +67,10 @@ def test_json_is_the_same_and_plain(found: Diagnosis) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 def test_wrong_values_and_failures_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_norm = checks.rms_norm
-    monkeypatch.setattr(checks, "rms_norm", lambda x, w, eps: true_norm(x, w, 1e-3))
-    monkeypatch.setattr(checks, "rope_pair", lambda *args: (_ for _ in ()).throw(RuntimeError("boom\nmore")))
-    bad = {check.op: check for check in checks.run_checks(CPU, torch.float32) if not check.passed}
+    true_norm = operations.rms_norm
+    monkeypatch.setattr(operations, "rms_norm", lambda x, w, eps: true_norm(x, w, 1e-3))
+    monkeypatch.setattr(operations, "rope_pair", lambda *args: (_ for _ in ()).throw(RuntimeError("boom\nmore")))
+    bad = {check.op: check for check in run_checks(Subject(CPU, torch.float32)) if not check.passed}
     assert set(bad) == {"rms_norm", "rope"}
     assert bad["rms_norm"].error is not None
     assert bad["rms_norm"].error > 1

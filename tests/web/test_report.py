@@ -11,7 +11,7 @@ import pytest
 
 from frugal.errors import CheckpointError
 from frugal.manifest import Manifest
-from frugal.web.charts import Series, bars, line_chart, smooth, thin, ticks
+from frugal.web.charts import Series, chart, smooth, thin, ticks
 from frugal.web.report import write_report
 
 VOID = {"meta", "line", "circle", "polyline", "rect", "br"}
@@ -56,7 +56,9 @@ def run(tmp_path: Path) -> Path:
     )
     manifest.choose("attention", "sdpa", rejected={"flash_attn": "<not here>"})
     manifest.peak("step", 905_000_000)
-    manifest.add("forecast_peak_bytes", {"step": 950_250_000})
+    manifest.add("forecast", {"device": {"phases": {"steady_step": {"bytes": 2 << 30}, "save": {"bytes": 1 << 20}}}})
+    manifest.add("warm-up step", {"step_bytes": 2_190_433_321, "eval_bytes": 0, "save_bytes": 1 << 20, "rows": 2})
+    manifest.add("seconds", {"load": 12.5, "training": 372.0})
     manifest.started()
     manifest.finished()
     manifest.write(folder)
@@ -80,8 +82,11 @@ def test_the_page_says_what_happened(run: Path) -> None:
     text = " ".join(parser.text)
     for expected in (
         "3.500 → 2.250",
-        "905.0 MB measured",
-        "950.2 MB forecast, +5.0%",
+        "0.84 GiB measured (process with its libraries)",
+        "2.04 GiB measured (+2.0%)",
+        "2.00 GiB forecast",
+        "12.5 s",
+        "6 min 12 s",
         "9.488",
         "finished",
     ):
@@ -99,8 +104,8 @@ def test_the_page_says_what_happened(run: Path) -> None:
     assert "script" not in parser.tags
     assert "<script>" not in page
     assert not re.search(r"""(src|href)=|url\(|@import""", page)
-    assert "prefers-color-scheme:dark" in page
-    assert parser.tags.count("svg") == 3
+    assert "prefers-color-scheme: dark" in page
+    assert parser.tags.count("svg") == 2
     assert "training loss of a step" in text
     assert page.count("held-out loss, step") == 2
 
@@ -127,10 +132,10 @@ def test_ticks_are_round_and_inside() -> None:
 
 
 def test_points_land_where_their_values_say() -> None:
-    svg = line_chart([Series("a", "train", [(0, 0.0), (10, 10.0)], markers=True)], x_label="step", y_label="loss")
+    svg = chart([Series("a", "train", [(0, 0.0), (10, 10.0)], markers=True)], x_label="step", y_label="loss")
     circles = [(float(x), float(y)) for x, y in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', svg)]
     assert [x for x, _ in circles] == [56.0, 744.0]
-    assert circles[0][1] == 246.0  # zero lies on the axis
+    assert circles[0][1] == 240.0  # zero lies on the axis
     grid = dict(re.findall(r'y="([\d.]+)" text-anchor="end">([\d.]+)<', svg))
     y_of_ten = next(float(y) - 4 for y, label in grid.items() if label == "10")
     assert circles[1][1] == pytest.approx(y_of_ten, abs=0.2)
@@ -146,8 +151,26 @@ def test_thinning_keeps_spikes_and_smoothing_starts_unbiased() -> None:
     assert smooth([(1, 0.0), (2, 1.0)], 0.5)[1][1] == pytest.approx(2 / 3)
 
 
-def test_bars_share_one_scale() -> None:
-    svg = bars([("load", [(50.0, "50", "train")]), ("step", [(100.0, "100", "train")])])
-    widths = [float(value) for value in re.findall(r'width="([\d.]+)" height', svg)]
-    assert widths[1] == pytest.approx(2 * widths[0])
-    assert bars([]) == ""
+def test_bars_share_one_scale(run: Path) -> None:
+    page = write_report(run).read_text(encoding="utf-8")
+    time = page[page.index("<h2>Time</h2>") : page.index("<h2>Data</h2>")]
+    load, training = (float(value) for value in re.findall(r"width:([\d.]+)%", time))
+    assert load / training == pytest.approx(12.5 / 372, rel=0.05)
+
+
+def test_phases_that_a_manifest_timed_are_shown(tmp_path: Path) -> None:
+    manifest = Manifest()
+    for phase in ("load", "training", "load"):
+        with manifest.timed(phase):
+            pass
+    with pytest.raises(ValueError, match="full"), manifest.timed("saving"):
+        raise ValueError("disk full")
+    manifest.write(tmp_path)
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    time = page[page.index("<h2>Time</h2>") :]
+    assert re.findall(r'<span class="n">(\w+)</span>', time) == ["load", "training", "saving"]
+    assert "0.0 s" in time
+
+
+def test_a_chart_without_points_is_empty() -> None:
+    assert chart([Series("a", "train", [])], x_label="x", y_label="y") == ""

@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO as a strategy: all of the product that knows DeepSpeed."""

@@ -13,11 +13,10 @@ from frugal.distributed.fsdp2 import FullyShard
 from frugal.distributed.tensors import fill, local, local_bytes, whole
 from frugal.errors import UnsupportedError
 from frugal.memory.meter_report import optimizer_tensors
-from frugal.training.evaluate import to_device
-from frugal.training.job import LoopState
-from frugal.training.loop import _collate
+from frugal.training.loop import micro_batch
 from frugal.training.optim import trainable
-from frugal.training.warmup_step import run_probe
+from frugal.training.setup import LoopState
+from frugal.training.warmup_step import run_warmup_step
 from tests.distributed.ranks.sharded_runs import Running, Setting, rows, rows_masked_for_some, start
 from tests.distributed.ranks.worker import Rank
 
@@ -80,12 +79,12 @@ def case_policies(rank: Rank) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for policy in POLICIES:
         running = start(Setting(policy=policy, steps=3), FullyShard(CPU), scratch=rank.folder)
-        batch = to_device(_collate(running.job, [rank.rank], 0), CPU)
+        batch = micro_batch(running.job, [rank.rank], 0)
         wrapped, strategy = running.job.wrapped, running.job.strategy
         for _ in range(2):  # the first one also starts the engine
             with CommDebugMode() as comm, strategy.accumulating(wrapped, True):
-                loss, count = wrapped(batch)
-                strategy.backward(loss / count, torch.amp.GradScaler("cpu", enabled=False))
+                loss, sums = wrapped(batch)
+                strategy.backward(loss / sums[1], torch.amp.GradScaler("cpu", enabled=False))
             strategy.zero_grad(running.job.optimizer)
         counts = {str(op).split(".")[1]: number for op, number in comm.get_comm_counts().items()}
         running.train()
@@ -97,15 +96,14 @@ def case_policies(rank: Rank) -> dict[str, Any]:
 def case_bytes(rank: Rank) -> dict[str, Any]:
     """What this rank holds of everything, before and after sharding, at rest and after a step."""
     alone = start(Setting(steps=1))
-    del alone.job.wrapped
     before = held(alone)
     running = start(Setting(steps=2), FullyShard(CPU))
     wrapped, strategy = running.job.wrapped, running.job.strategy
     running.train(LoopState(step=1))
     after = held(running)
     with strategy.accumulating(wrapped, True):
-        loss, count = wrapped(to_device(_collate(running.job, [rank.rank], 0), CPU))
-        strategy.backward(loss / count, torch.amp.GradScaler("cpu", enabled=False))
+        loss, sums = wrapped(micro_batch(running.job, [rank.rank], 0))
+        strategy.backward(loss / sums[1], torch.amp.GradScaler("cpu", enabled=False))
     after["gradients"] = local_bytes(p.grad for p in trainable(running.model).values() if p.grad is not None)
     after["optimizer"] = sum(local(t).nbytes for t in optimizer_tensors(running.job.optimizer))
     return {"before": before, "after": after}
@@ -144,7 +142,7 @@ def case_every_byte(rank: Rank) -> dict[str, Any]:
     for module in running.model.modules():
         module.register_forward_hook(lambda *_: look(), prepend=True)
     with torch.no_grad():
-        running.job.wrapped(to_device(_collate(running.job, [0], 0), CPU))
+        running.job.wrapped(micro_batch(running.job, [0], 0))
     at_rest = [n for n, p in running.model.named_parameters() if n in patterns and not same(whole(p, CPU), patterns[n])]
     kinds = sorted({str(full.dtype) for full in patterns.values()})
     return {"wrong": wrong + at_rest, "seen": len(seen), "planted": len(patterns), "dtypes": kinds}
@@ -173,7 +171,7 @@ def case_evaluation_and_probe(rank: Rank) -> dict[str, Any]:
     running = start(setting, FullyShard(CPU), eval_rows=rows([2, 1, 5, 3, 4], seed=3))
     job = running.job
     before = running.adapter()
-    measured = run_probe(job)
+    measured = run_warmup_step(job)
     after = running.adapter()
     unchanged = all(torch.equal(before[name], after[name]) for name in before) and not job.optimizer.state
     running.train(LoopState())
@@ -184,7 +182,7 @@ def case_evaluation_and_probe(rank: Rank) -> dict[str, Any]:
     )
     all_cut = all(isinstance(parameter, DTensor) for parameter in running.model.parameters())
     state = {name: tensor.clone() for name, tensor in running.adapter().items()}
-    run_probe(job, first_step=1)
+    run_warmup_step(job, first_step=1)
     resumed = running.adapter()
     if rank.rank == 0:
         rank.save(resumed)

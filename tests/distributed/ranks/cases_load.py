@@ -10,17 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from frugal.adapters import apply_adapters
 from frugal.config import LoraSection
 from frugal.distributed.fsdp2 import FullyShard
 from frugal.distributed.tensors import local_bytes, whole
 from frugal.memory.meter import LiveBytesMeter
-from frugal.models.attention import use_attention
 from frugal.models.build import BuiltModel, ModelSpec, build
-from frugal.models.load import load_base
-from frugal.models.replacement import replace_modules
 from frugal.models.resolve import ResolvedModel
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule
 from tests.distributed.ranks.worker import Rank
 
 LORA = LoraSection(r=4, lora_alpha=8)
@@ -32,11 +28,7 @@ def source(name: str) -> ResolvedModel:
 
 
 def ordinary(base: ResolvedModel, quantize: Any, lora: LoraSection = LORA) -> nn.Module:
-    loaded = load_base(base, quantize=quantize)
-    use_attention(loaded.model)
-    applied = apply_adapters(loaded.model, lora, seed=3, quantize=quantize)
-    replace_modules(applied.model, compute_dtype=torch.float32)
-    return LossModule(applied.model)
+    return LossModule(build(ModelSpec(source=base, lora=lora, seed=3, quantize=quantize)).model)
 
 
 def sharded(

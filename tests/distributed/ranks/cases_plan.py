@@ -9,9 +9,9 @@ import torch
 from frugal.distributed.fsdp2 import FullyShard
 from frugal.distributed.strategy import DataParallel, Strategy
 from frugal.memory.meter import LiveBytesMeter
-from frugal.training.job import LoopState
-from frugal.training.loop import _one_step
-from frugal.training.schedule import split_window
+from frugal.training.loop import one_step
+from frugal.training.schedule import split_step
+from frugal.training.setup import LoopState
 from tests.distributed.ranks.sharded_runs import Running, Setting, start
 from tests.distributed.ranks.worker import Rank
 
@@ -46,14 +46,14 @@ def case_peaks(rank: Rank) -> dict[str, Any]:
 def measured(rank: Rank, running: Running, values: dict[str, Any]) -> dict[str, Any]:
     """Peaks of a first and a later step, and the micro-batch that made them."""
     job = running.job
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    step = job.optimizer_step(loss_scaling=False)
     job.wrapped.train()
     out: dict[str, Any] = {}
     state = LoopState()
     for phase in ("first_step", "steady_step"):
         with LiveBytesMeter(job.module, job.optimizer) as meter:
-            _one_step(job, scaler, state)
-        mine = split_window(
+            one_step(job, step, state)
+        mine = split_step(
             job.order.rows_of(state.step - 1), micro=values["micro"], rank=rank.rank, world_size=rank.world
         )
         longest = max(mine, key=lambda micro: int(job.rows.lengths[micro].sum()))
@@ -61,6 +61,6 @@ def measured(rank: Rank, running: Running, values: dict[str, Any]) -> dict[str, 
             "peak": meter.peak_bytes,
             "start": meter.report().start_bytes,
             "tokens": int(job.rows.lengths[longest].sum()),
-            "targets": int(job.rows.supervised[longest].sum()),
+            "targets": int(job.rows.num_targets[longest].sum()),
         }
     return out

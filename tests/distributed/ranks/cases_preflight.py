@@ -18,7 +18,7 @@ from frugal.distributed.zero.config import ZeroSettings
 from frugal.distributed.zero.engine import Zero
 from frugal.errors import FrugalError
 from frugal.model_structure import decoder_layers
-from frugal.training.loss import LossModule
+from frugal.objectives import LossModule
 from frugal.training.optim import build_optimizer, trainable
 from tests.distributed.ranks.sharded_runs import Setting, tiny
 from tests.distributed.ranks.worker import Rank

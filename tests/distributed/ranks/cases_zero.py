@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from frugal.config import LoraSection
 from frugal.distributed.optimizer_state import OptimizerState
 from frugal.distributed.strategy import Strategy
 from frugal.distributed.zero import state as zero_state
-from frugal.distributed.zero import units as zero_units
 from frugal.distributed.zero.config import ZeroSettings
 from frugal.distributed.zero.engine import Zero
 from frugal.errors import CheckpointError, FrugalError
@@ -24,10 +24,9 @@ from frugal.model_structure import decoder_layers
 from frugal.models.build import ModelSpec, build
 from frugal.models.resolve import ResolvedModel
 from frugal.tensor_files import read_tensors, write_tensors
-from frugal.training.evaluate import to_device
-from frugal.training.job import LoopState
-from frugal.training.loop import _collate
-from frugal.training.warmup_step import run_probe
+from frugal.training.loop import micro_batch
+from frugal.training.setup import LoopState
+from frugal.training.warmup_step import run_warmup_step
 from tests.distributed.ranks.sharded_runs import (
     GLOBAL_BATCH,
     Running,
@@ -63,7 +62,7 @@ def finish(rank: Rank, running: Running, state: LoopState | None = None) -> dict
     """Train to the end; adapter and optimizer state as files of rank 0."""
     running.train(state)
     keep(rank, running)
-    held = zero_units.local_bytes(running.model)
+    held = zero_state.local_bytes(running.model)
     running.job.strategy.close()
     running.handle.close()
     return {"records": running.records, "held": held}
@@ -147,7 +146,7 @@ def case_zero3_one_micro(rank: Rank) -> dict[str, Any]:
 def case_zero3_half(rank: Rank) -> dict[str, Any]:
     """The first half, saved; then the second half in a new engine."""
     running = start(Setting(policy="none"), zero(3))
-    running.job.save_steps = HALF_WAY
+    running.job = replace(running.job, save_steps=HALF_WAY)
     running.train(save=lambda state: keep(rank, running, "half") if state.step == HALF_WAY else None)
     running.job.strategy.close()
     return {"records": running.records}
@@ -171,11 +170,11 @@ def case_gathers(rank: Rank) -> dict[str, Any]:
     for policy in ("none", "recompute", "offload"):
         running = start(Setting(policy=policy, steps=3), zero(3))
         running.train()
-        batch = to_device(_collate(running.job, [rank.rank], 0), CPU)
+        batch = micro_batch(running.job, [rank.rank], 0)
         wrapped, strategy = running.job.wrapped, running.job.strategy
         with CommDebugMode() as comm, strategy.accumulating(wrapped, True):
-            loss, count = wrapped(batch)
-            strategy.backward(loss / count, torch.amp.GradScaler("cpu", enabled=False))
+            loss, sums = wrapped(batch)
+            strategy.backward(loss / sums[1], torch.amp.GradScaler("cpu", enabled=False))
         counts = {str(op).split(".")[1]: number for op, number in comm.get_comm_counts().items()}
         strategy.zero_grad(running.job.optimizer)
         strategy.rest(wrapped)
@@ -190,13 +189,13 @@ def case_bytes(rank: Rank) -> dict[str, Any]:
     """What this rank holds, whole and under each stage, after two steps."""
     out: dict[str, Any] = {}
     alone = start(Setting(steps=1))
-    out["whole"] = zero_units.local_bytes(alone.model)
+    out["whole"] = zero_state.local_bytes(alone.model)
     del alone
     for stage in (1, 2, 3):
         running = start(Setting(steps=2), zero(stage))
         running.train()
         engine = running.job.strategy.engine  # type: ignore[attr-defined]
-        out[f"zero{stage}"] = {**zero_units.local_bytes(running.model), **zero_state.state_bytes(engine)}
+        out[f"zero{stage}"] = {**zero_state.local_bytes(running.model), **zero_state.state_bytes(engine)}
         out[f"zero{stage}"]["measured"] = sum(t.nbytes for t in optimizer_tensors(running.job.optimizer))
         running.job.strategy.close()
         running.handle.close()
@@ -214,7 +213,7 @@ def case_every_dtype(rank: Rank) -> dict[str, Any]:
         running.train()
         wrong = []
         for name, parameter in running.model.named_parameters():
-            with zero_units.whole(parameter):
+            with zero_state.whole(parameter):
                 if name in want and not torch.equal(
                     parameter.detach().contiguous().view(torch.uint8), want[name].contiguous().view(torch.uint8)
                 ):
@@ -234,17 +233,17 @@ def case_evaluation_and_probe(rank: Rank) -> dict[str, Any]:
         running = start(setting, zero(stage), eval_rows=rows([2, 1, 5, 3, 4], seed=3))
         job = running.job
         before = running.adapter()
-        run_probe(job)
+        run_warmup_step(job)
         after = running.adapter()
         unchanged = all(torch.equal(before[name], after[name]) for name in before)
         fresh = job.strategy.full_optimizer_state(job.optimizer).tensors == {}
         running.train()
         answer = job.strategy.inside(job.wrapped, partial(answer_with, running.model))
         job.strategy.rest(job.wrapped)
-        held = zero_units.local_bytes(running.model)
+        held = zero_state.local_bytes(running.model)
         last = running.adapter()
         state = job.strategy.full_optimizer_state(job.optimizer)
-        run_probe(job, first_step=1)
+        run_warmup_step(job, first_step=1)
         later, state_later = running.adapter(), job.strategy.full_optimizer_state(job.optimizer)
         out[str(stage)] = {
             "records": running.records,
@@ -305,8 +304,8 @@ def case_not_finite(rank: Rank) -> dict[str, Any]:
         before = running.adapter()
 
         def spoil(module: Any, args: Any, output: Any) -> Any:
-            loss, count = output
-            return (loss * float("nan") if rank.rank == 1 else loss), count
+            loss, sums = output
+            return (loss * float("nan"), sums * float("nan")) if rank.rank == 1 else (loss, sums)
 
         running.job.module.register_forward_hook(spoil)
         try:
@@ -327,8 +326,8 @@ def case_raises(rank: Rank) -> dict[str, Any]:
         running = start(Setting(policy="none"), zero(stage))
         wrapped, strategy = running.job.wrapped, running.job.strategy
         with strategy.accumulating(wrapped, False):
-            loss, count = wrapped(to_device(_collate(running.job, [rank.rank], 0), CPU))
-            strategy.backward(loss / count, torch.amp.GradScaler("cpu", enabled=False))
+            loss, sums = wrapped(micro_batch(running.job, [rank.rank], 0))
+            strategy.backward(loss / sums[1], torch.amp.GradScaler("cpu", enabled=False))
         out[str(stage)] = ""
         if rank.rank == 1:
             try:
@@ -370,7 +369,7 @@ def case_layer_by_layer(rank: Rank) -> dict[str, Any]:
 
     def take(name: str, layer: Any) -> None:
         strategy.take_layer(name, layer)
-        held.append(zero_units.local_bytes(layer)["frozen"])
+        held.append(zero_state.local_bytes(layer)["frozen"])
 
     filled = build(ModelSpec(source=base, lora=lora), "layerwise", take)
     give_b(filled.model)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from frugal.adapters import apply_adapters
@@ -22,11 +21,12 @@ from frugal.models.head import HeadSpec
 from frugal.models.load import load_base
 from frugal.models.replacement import replace_modules
 from frugal.models.resolve import ResolvedModel
-from frugal.training.job import Hooks, Job, LoopState
+from frugal.objectives import LossModule, make_objective
 from frugal.training.loop import train_loop
-from frugal.training.loss import LossModule
+from frugal.training.oom_fallback import MemorySettings
 from frugal.training.optim import build_optimizer, trainable
-from frugal.training.schedule import StepOrder, make_plan, rate_factor
+from frugal.training.schedule import StepOrder, lr_lambda, make_plan
+from frugal.training.setup import Hooks, LoopState, TrainSetup
 from frugal.training.signals import StopRequest
 from tests.support import training as toy
 
@@ -62,7 +62,7 @@ def tiny(setting: Setting) -> nn.Module:
         dtype=setting.dtype,
     )
     if setting.flat:
-        assert use_attention(loaded.model).name == "frugal"
+        assert use_attention(loaded.model).value == "frugal"
     lora = LoraSection.model_validate({"r": 4, "lora_alpha": 8, **setting.lora})
     model = apply_adapters(
         loaded.model, lora, seed=0, quantize=setting.quantize, new_token_ids=setting.new_token_ids
@@ -99,7 +99,7 @@ def rows_masked_for_some() -> TokenDataset:
 class Running:
     """A job, its model and what has to be closed."""
 
-    job: Job
+    job: TrainSetup
     model: Any
     handle: CheckpointHandle
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -128,8 +128,7 @@ def start(
     **job: Any,
 ) -> Running:
     """Everything up to the first step. ``model`` and its ``head``: a loaded one instead of the setting's."""
-    accelerator = Accelerator(cpu=True, mixed_precision="no")
-    strategy = strategy or replicated(accelerator.device)
+    strategy = strategy or replicated(torch.device("cpu"))
     data = data or rows()
     section = TrainSection.model_validate(
         {
@@ -145,12 +144,12 @@ def start(
         }
     )
     model = tiny(setting) if model is None else model
-    module = LossModule(model, head=head)
+    module = LossModule(model, make_objective(flat=setting.flat), head=head)
     wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), section))
     handle = apply_activation_checkpointing(model, setting.policy, scratch_dir=scratch)  # type: ignore[arg-type]
     plan = make_plan(section, rows=len(data), world_size=strategy.world_size)
     torch.manual_seed(5)
-    made = Job(
+    made = TrainSetup(
         module=module,
         wrapped=wrapped,
         strategy=strategy,
@@ -160,11 +159,11 @@ def start(
         train=section,
         rows=data,
         eval_rows=eval_rows,
-        pad_id=0,
-        flat=setting.flat,
-        accelerator=accelerator,
-        rate_factor=rate_factor(section, plan),
-        save_steps=None,
+        device=torch.device("cpu"),
+        lr_lambda=lr_lambda(section, plan),
+        memory=MemorySettings(
+            module, section.per_device_train_batch_size, section.per_device_eval_batch_size, handle, scratch
+        ),
         **job,
     )
     return Running(made, model, handle)

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from frugal.distributed import group as ranks
 from frugal.errors import CheckpointError, FrugalError
 from frugal.training.evaluate import evaluate_rows
-from frugal.training.job import Hooks, LoopState
 from frugal.training.loop import train_loop
 from frugal.training.optim import trainable
+from frugal.training.setup import Hooks, LoopState
 from frugal.training.signals import StopRequest
 from tests.support import training as toy
 
@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
     out["records"] = records
     out["after"] = message(lambda: ranks.check_same(parameters))
     alone = evaluate_rows(
-        job.module, job.eval_rows, batch_size=1, pad_id=0, flat=False, device=torch.device("cpu"), rank=me, world_size=2
+        job.module, job.eval_rows, job.objective, batch_size=1, device=torch.device("cpu"), rank=me, world_size=2
     )
     out["eval"] = alone.loss
     save_file({name: parameter.detach() for name, parameter in parameters.items()}, folder / f"{me}.safetensors")

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from frugal.verification import kernel_checks
+from frugal.verification import Subject, kernel_checks, run_checks
 from tests.kernels.support import checked
 
 CPU = torch.device("cpu")
 
 
 def run(dtype: torch.dtype) -> dict[str, tuple[bool, str]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
     with checked():
-        found = kernel_checks.kernel_checks(CPU, dtype, random, "interpreted")
+        found = list(run_checks(Subject(CPU, dtype), ["kernels"]))
     return {check.op: (check.passed, check.message) for check in found}
 
 
@@ -37,7 +31,7 @@ def test_right_kernels_pass(dtype: torch.dtype) -> None:
 
 def test_the_check_of_the_adam_step(monkeypatch: pytest.MonkeyPatch) -> None:
     from frugal.kernels import adam8bit
-    from frugal.verification.checks import adam_error
+    from frugal.verification.operations import adam_error
 
     def error() -> float:
         generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,72 @@
+"""Settings that exclude each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from frugal.config.schema import Config, Section
+
+
+def _changed(section: Section, key: str) -> bool:
+    """True for a key set to something else than its default; a default never contradicts anything."""
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
+
+
+def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield each contradiction: the keys it was read from (it is reported at the first), and a message."""
+    model, lora, data, train, output = config.model, config.lora, config.data, config.train, config.output
+    if lora.init_lora_weights in ("pissa", "loftq") and model.quantize != "none":
+        yield (
+            ("lora.init_lora_weights", "model.quantize"),
+            f"{lora.init_lora_weights} starts from the unquantised weights, and model.quantize is {model.quantize}: "
+            "set model.quantize: none, or another start",
+        )
+    if not lora.target_modules:
+        yield ("lora.target_modules",), "names no module: write all-linear, or at least one name"
+    both = set(lora.modules_to_save) & set(lora.target_modules if isinstance(lora.target_modules, list) else [])
+    if both:
+        yield (
+            ("lora.modules_to_save", "lora.target_modules"),
+            f"{', '.join(sorted(both))}: also in lora.target_modules; a module is trained whole or adapted, not both",
+        )
+    if not data.train:
+        yield ("data.train",), "is an empty list: name at least one file"
+    if data.eval_split >= 1 and data.eval_split != int(data.eval_split):
+        yield (
+            ("data.eval_split", "data.eval"),
+            f"must be a whole number of rows, or a fraction below 1, got {data.eval_split:g}",
+        )
+    elif data.eval_split > 0 and data.eval:
+        yield (
+            ("data.eval_split", "data.eval"),
+            "set together with data.eval: rows are held out only when data.eval is empty; keep one of them",
+        )
+    if not data.eval and data.eval_split == 0:
+        if output.keep_best:
+            keys = ("output.keep_best", "data.eval", "data.eval_split")
+            yield keys, "needs evaluation rows: set data.eval or data.eval_split"
+        if train.eval_steps is not None:
+            keys = ("train.eval_steps", "data.eval", "data.eval_split")
+            yield keys, "nothing to evaluate on: set data.eval or data.eval_split, or leave train.eval_steps out"
+    if output.keep_best and output.save_steps and train.eval_steps and output.save_steps % train.eval_steps:
+        yield (
+            ("output.keep_best", "output.save_steps", "train.eval_steps"),
+            f"output.save_steps ({output.save_steps}) must be a multiple of train.eval_steps ({train.eval_steps}), "
+            "so that what is kept was measured",
+        )
+    steps, ratio_set = train.warmup_steps, _changed(train, "warmup_ratio")
+    constant = "train.lr_scheduler_type: constant has no warm-up; write constant_with_warmup"
+    warmup_keys = ("train.warmup_steps", "train.warmup_ratio", "train.lr_scheduler_type", "train.max_steps")
+    if steps is not None and train.max_steps is not None and steps > train.max_steps:
+        yield warmup_keys, f"must be at most train.max_steps ({train.max_steps}), got {steps}"
+    elif steps is not None and ratio_set:
+        yield warmup_keys, "set together with train.warmup_ratio: keep one of them"
+    elif steps and train.lr_scheduler_type == "constant":
+        yield warmup_keys, constant
+    if ratio_set and train.warmup_ratio > 0 and train.lr_scheduler_type == "constant":
+        yield ("train.warmup_ratio", "train.lr_scheduler_type"), constant
+    if _changed(train, "min_lr_ratio") and train.lr_scheduler_type != "cosine_with_min_lr":
+        yield (
+            ("train.min_lr_ratio", "train.lr_scheduler_type"),
+            f"has no effect with train.lr_scheduler_type: {train.lr_scheduler_type}; write cosine_with_min_lr",
+        )

@@ -1,0 +1,60 @@
+"""Preference rows: one prompt, a chosen and a rejected answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frugal.data.formats.turns import Roles, messages_of, question_of, with_system
+from frugal.data.rows import Example, Message, RowError
+
+
+def fill_preference(value: dict[str, Any], example: Example, roles: Roles) -> None:
+    """Fill an example from a row with `chosen` and `rejected`.
+
+    Answers are texts, one message each, or lists of messages. The prompt is `prompt` (text or messages),
+    `conversations`, or `instruction` (+ `input`); without one, the turns that both answers begin with are the prompt.
+
+    Raises:
+        RowError: no prompt, or an answer that is not text or does not end with the assistant.
+    """
+    example.kind = "preference"
+    prompt = _prompt(value, roles)
+    chosen = _answer(value["chosen"], "chosen", roles)
+    rejected = _answer(value["rejected"], "rejected", roles)
+    shared = _shared(chosen, rejected)
+    if shared and shared[0].role != "assistant":
+        given = [message.content for message in prompt if message.role == "user"]
+        if given and given[-1] not in [message.content for message in shared if message.role == "user"]:
+            raise RowError("`chosen` begins with turns that are not the prompt's")
+        prompt, chosen, rejected = shared, chosen[len(shared) :], rejected[len(shared) :]
+    if not prompt:
+        raise RowError("a preference row has no prompt", "give prompt, conversations, or turns that both answers share")
+    for key, answer in (("chosen", chosen), ("rejected", rejected)):
+        if not answer or answer[-1].role != "assistant":
+            raise RowError(f"`{key}` does not end with an assistant turn")
+    example.messages = with_system(prompt, value.get("system"))
+    example.chosen, example.rejected = chosen, rejected
+
+
+def _prompt(value: dict[str, Any], roles: Roles) -> list[Message]:
+    for key in ("prompt", "conversations"):
+        given = value.get(key)
+        if isinstance(given, str) and key == "prompt":
+            return [Message("user", given)]
+        if given is not None:
+            return messages_of(given, key, roles)
+    return [Message("user", question_of(value))] if value.get("instruction") is not None else []
+
+
+def _answer(value: Any, key: str, roles: Roles) -> list[Message]:
+    if isinstance(value, str):
+        return [Message("assistant", value)]
+    return messages_of([value] if isinstance(value, dict) else value, key, roles)
+
+
+def _shared(chosen: list[Message], rejected: list[Message]) -> list[Message]:
+    """Turns that both begin with; each answer keeps at least its last one."""
+    count = 0
+    while count < min(len(chosen), len(rejected)) - 1 and chosen[count] == rejected[count]:
+        count += 1
+    return chosen[:count]

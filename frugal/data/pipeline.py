@@ -1,0 +1,248 @@
+"""From the `data` section and a tokenizer to rows for training: read, render, mask, tokenise, fit, pack, cache,
+report."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from frugal.config import DataSection
+from frugal.data import cache
+from frugal.data.answer_ends import TemplateReport, template_report, untrained_warning
+from frugal.data.chat.templates import portable
+from frugal.data.dataset import DatasetCounts, TokenDataset, build_dataset, report_counts, where
+from frugal.data.encode import EncodedRow, RowEncoder, chat_renderer
+from frugal.data.report import DataReport
+from frugal.data.rows import Example
+from frugal.data.sources.mixing import keep_apart, load_train_eval
+from frugal.data.tokenizer import TextEncoder
+from frugal.errors import DataError, UnsupportedError
+
+Say = Callable[[str], None]
+_CHUNK = 256
+"""Examples tokenised together."""
+
+
+@dataclass(slots=True)
+class PreparedData:
+    """Everything that training needs to know about its data."""
+
+    train: TokenDataset
+    eval: TokenDataset | None
+    """Held-out rows; None when there are none."""
+    report: DataReport
+    template_report: TemplateReport
+    train_sources: list[str] = field(default_factory=list)
+    """`file:line` of each training example; `TokenRow.origin` counts in this list."""
+    eval_sources: list[str] = field(default_factory=list)
+    chat_template: str | None = None
+    """Jinja text that conversations were rendered with; None when no row is one. It must travel with the adapter."""
+    cache_hits: int = 0
+    """Parts (train, eval) that came from the cache."""
+
+    def untrained_token_warnings(self, tokenizer: Any, zero_rows: Collection[int]) -> list[str]:
+        """Warnings about tokens of the training rows whose embedding row is all zero, for callers that load the model
+        after the data. ``zero_rows``: ids of such rows."""
+        found = first_rows_with(self.train, self.train_sources, zero_rows)
+        stops = self.template_report.stop_ids
+        names = {token_id: tokenizer.convert_ids_to_tokens(token_id) for token_id in found}
+        return [untrained_warning(names[token_id], token_id, found[token_id], stops) for token_id in sorted(found)]
+
+
+def build(
+    data: DataSection,
+    tokenizer: Any,
+    *,
+    seed: int,
+    vocab_size: int,
+    cache_dir: Path | None = None,
+    zero_rows: Collection[int] = (),
+    say: Say | None = None,
+) -> PreparedData:
+    """Prepare the data of a run.
+
+    Args:
+        data: the `data` section.
+        tokenizer: a fast transformers tokenizer.
+        seed: chooses held-out rows and the rows of fractional weights.
+        vocab_size: rows of the embedding table; an id at or above it is refused.
+        cache_dir: where tokenised data are kept; None: the user's cache folder. Unused when `data.cache` is false.
+        zero_rows: ids whose embedding row is all zero, for the warning about tokens that were never trained.
+        say: takes one-line messages for the user (the same lines are notes of the report).
+
+    Raises:
+        DataError: data that cannot be read or rendered, ids outside the table, or no row left to train on.
+        ConfigError: no chat template, or one that does not fit.
+        UnsupportedError: preference rows, or a tokenizer without offsets.
+    """
+    train, held_out, report = load_train_eval(data, seed=seed)
+    return build_from(
+        train,
+        held_out,
+        report,
+        data,
+        tokenizer,
+        vocab_size=vocab_size,
+        cache_dir=cache_dir,
+        zero_rows=zero_rows,
+        say=say,
+    )
+
+
+def build_from(
+    train: list[Example],
+    held_out: list[Example],
+    report: DataReport,
+    data: DataSection,
+    tokenizer: Any,
+    *,
+    vocab_size: int,
+    cache_dir: Path | None = None,
+    zero_rows: Collection[int] = (),
+    say: Say | None = None,
+) -> PreparedData:
+    """`build` for examples that were read already; arguments and errors are the same."""
+    train = keep_apart(train, held_out, report)
+    refuse_preference([*train, *held_out])
+    row_encoder = make_encoder(data, tokenizer, [*train, *held_out], report)
+    hits = 0
+    sets: list[tuple[TokenDataset, DatasetCounts]] = []
+    parts: tuple[tuple[Literal["train", "eval"], list[Example]], ...] = (("train", train), ("eval", held_out))
+    for part, examples in parts:
+        if part == "eval" and not examples:
+            continue
+        dataset, count, hit = _prepared(examples, row_encoder, data, cache_dir, report, say)
+        hits += hit
+        check_ids(dataset, examples, vocab_size, row_encoder.encoder)
+        report_counts(count, dataset, examples, report, data, part)
+        sets.append((dataset, count))
+    ends = template_report(
+        sets[0][1].ends,
+        row_encoder.encoder,
+        row_encoder.renderer,
+        zero_rows=zero_rows,
+        first_with=first_rows_with(sets[0][0], [where(example) for example in train], zero_rows),
+    )
+    return PreparedData(
+        train=sets[0][0],
+        eval=sets[1][0] if len(sets) > 1 else None,
+        report=report,
+        template_report=ends,
+        train_sources=[where(example) for example in train],
+        eval_sources=[where(example) for example in held_out],
+        chat_template=portable(row_encoder.renderer.template.source) if row_encoder.renderer is not None else None,
+        cache_hits=hits,
+    )
+
+
+def make_encoder(
+    data: DataSection, tokenizer: Any, examples: Sequence[Example], report: DataReport, *, keep_text: bool = False
+) -> RowEncoder:
+    """The row_encoder for these examples; it has a chat template only when a row needs one."""
+    encoder = TextEncoder.from_tokenizer(tokenizer)
+    renderer = None
+    if any(example.kind in ("messages", "preference") for example in examples):
+        formats = {source.format for source in report.sources if source.format not in ("prompt_completion", "text")}
+        renderer = chat_renderer(tokenizer, data.chat_template, all_alpaca=formats == {"alpaca"})
+        if any(example.tools for example in examples) and not renderer.knows_tools:
+            report.note(
+                f"the chat template ({renderer.name}) knows no tools: they are written into the system text, "
+                f"calls as JSON "
+                "in <tool_call></tool_call>"
+            )
+    return RowEncoder(encoder, renderer, train_on=data.train_on, system_prompt=data.system_prompt, keep_text=keep_text)
+
+
+def refuse_preference(examples: Sequence[Example]) -> None:
+    """Raises UnsupportedError when a row is a preference row: these are loaded and shown, not trained yet."""
+    for example in examples:
+        if example.kind == "preference":
+            raise UnsupportedError(
+                f"{where(example)} is a preference row (chosen and rejected). `frugal preview` shows such rows, "
+                f"`frugal "
+                "train` does not train them yet: use TRL's DPOTrainer on the model of `frugal.load(...)`, or write the "
+                "chosen answers as `messages` rows."
+            )
+
+
+def check_ids(dataset: TokenDataset, examples: Sequence[Example], vocab_size: int, encoder: TextEncoder) -> None:
+    """Raises DataError with row and id when an id lies outside the embedding table."""
+    if not dataset.tokens or int(dataset.input_ids.max()) < vocab_size:
+        return
+    at = int(np.argmax(np.asarray(dataset.input_ids) >= vocab_size))
+    document = int(np.searchsorted(dataset.doc_starts, at, side="right")) - 1
+    token_id = int(dataset.input_ids[at])
+    raise DataError(
+        f"{where(examples[int(dataset.origins[document])])}: token id {token_id} ({encoder.token(token_id)}) "
+        f"lies outside "
+        f"the model's embedding table of {vocab_size:,} rows. The tokenizer and the model do not belong "
+        f"together, or tokens "
+        "were added to the tokenizer alone: name them in model.add_tokens, which grows the table."
+    )
+
+
+def first_rows_with(dataset: TokenDataset, sources: Sequence[str], ids: Collection[int]) -> dict[int, str]:
+    """Of ``ids``, those that occur, with `file:line` of the first row that has them."""
+    found: dict[int, str] = {}
+    if not ids or not dataset.tokens:
+        return found
+    hits = np.flatnonzero(np.isin(dataset.input_ids, np.array(sorted(ids), dtype=np.int64)))
+    values, first = np.unique(np.asarray(dataset.input_ids)[hits], return_index=True)
+    for value, place in zip(values.tolist(), hits[first].tolist(), strict=True):
+        document = int(np.searchsorted(dataset.doc_starts, place, side="right")) - 1
+        found[value] = sources[int(dataset.origins[document])]
+    return found
+
+
+def _prepared(
+    examples: list[Example],
+    row_encoder: RowEncoder,
+    data: DataSection,
+    cache_dir: Path | None,
+    report: DataReport,
+    say: Say | None,
+) -> tuple[TokenDataset, DatasetCounts, bool]:
+    """(rows, counts, came from the cache)."""
+
+    def tell(text: str) -> None:
+        report.note(text)
+        if say is not None:
+            say(text)
+
+    if not data.cache:
+        return *_tokenised(examples, row_encoder, data, tell), False
+    folder = cache_dir if cache_dir is not None else cache.default_folder()
+    key = cache.cache_key(examples, row_encoder, data)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(cache.locked(folder, key))
+        except OSError as fault:
+            tell(f"the cache folder {folder} cannot be used ({fault.strerror or fault}): data are tokenised every time")
+            return *_tokenised(examples, row_encoder, data, tell), False
+        known = cache.load(folder, key)
+        if known is not None:
+            return *known, True
+        dataset, count = _tokenised(examples, row_encoder, data, tell)
+        try:
+            cache.store(folder, key, dataset, count)
+        except OSError as fault:
+            tell(f"tokenised data could not be kept in {folder}: {fault.strerror or fault}")
+        return dataset, count, False
+
+
+def _tokenised(
+    examples: list[Example], row_encoder: RowEncoder, data: DataSection, tell: Say
+) -> tuple[TokenDataset, DatasetCounts]:
+    unique = list({id(example): example for example in examples}.values())  # a weight repeats the same object
+    if data.num_proc > 1:
+        tell(f"data.num_proc: {data.num_proc} is not used: the tokenizer itself works on all cores")
+    rows: dict[int, EncodedRow] = {}
+    for at in range(0, len(unique), _CHUNK):
+        chunk = unique[at : at + _CHUNK]
+        rows.update(zip(map(id, chunk), row_encoder.encode(chunk), strict=True))
+    return build_dataset([rows[id(example)] for example in examples], [example.kind for example in examples], data)

@@ -1,0 +1,249 @@
+"""Sources into raw rows with the place each came from.
+
+A source is a file (`.json`, `.jsonl`, `.ndjson`, `.csv`, `.tsv`, `.parquet`, `.txt`, `.md`, each also with `.gz`), a
+folder of such files, a folder written by `datasets`, a data set that `frugal fetch` knows, or a `datasets` hub id. A
+text file is one document. No Python from a data folder is ever run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import BinaryIO, cast
+
+from frugal.assets import CATALOGUE, DEFAULT_DATA_FILE, fetch, is_known
+from frugal.config import SourceSection
+from frugal.data.report import DataReport
+from frugal.data.rows import BadRow, RawRow, RowError
+from frugal.data.sources.read_columns import is_hub_id, read_hub, read_parquet, read_saved
+from frugal.data.sources.read_csv import read_csv
+from frugal.data.sources.read_json import decode, read_json
+from frugal.errors import DataError
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md")
+
+
+def read_rows(source: SourceSection, report: DataReport) -> Iterator[RawRow | BadRow]:
+    """Rows of a source, in order; files of a folder in sorted order. Notes about files left out go to ``report``.
+
+    Raises:
+        DataError: the source does not exist, is of an unknown kind, or a file cannot be read at all.
+    """
+    path = source.path
+    local = _local(path)
+    if is_known(path) and not local.exists():
+        file = _catalogue_file(source)
+        yield from read_file(file, f"{path}/{file.name}")
+    elif local.is_dir() and is_datasets_folder(local):
+        yield from read_saved(local, source.split, path)
+    elif local.is_dir():
+        files, left_out = choose_files(local, SUFFIXES, source.split, path)
+        for note in left_out:
+            report.note(note)
+        for file in files:
+            yield from read_file(file, f"{path.rstrip('/')}/{shown_name(file.relative_to(local))}")
+    elif local.exists():
+        if source.split is not None or source.name is not None:
+            raise DataError(f"{path}: `split` and `name` belong to hub ids and folders; this is one file. Remove them.")
+        yield from read_file(local, path)
+    elif is_hub_id(path) and suffix_of(local) is None and not _in_folder_here(path):
+        yield from read_hub(path, source.name, source.split)
+    else:
+        raise DataError(_missing(path, local))
+
+
+def _local(path: str) -> Path:
+    """The path, with `~` resolved; refuses what no file system can hold. Names on disk are UTF-8 in any locale."""
+    try:
+        os.fsencode(path)
+        native = path
+    except UnicodeEncodeError:  # LC_ALL=C: Python would write the name in ASCII
+        native = os.fsdecode(path.encode("utf-8", "surrogateescape"))
+    try:
+        local = Path(native).expanduser()
+        local.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        shown = path if len(path) < 80 else f"{path[:77]}..."
+        raise DataError(f"data path {shown!r} cannot be a path: {error.__class__.__name__}. Give a file.") from error
+    return local
+
+
+def suffix_of(path: PurePath) -> str | None:
+    """The supported suffix of a file name (`.jsonl` for `a.jsonl.gz`), or None."""
+    name = path.name.lower().removesuffix(".gz")
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+
+
+def read_file(path: Path, file: str) -> Iterator[RawRow | BadRow]:
+    """Rows of one file; ``file`` is its name in messages.
+
+    Raises:
+        DataError: unknown kind, empty, unreadable, or not in its own format from the first byte.
+    """
+    suffix = suffix_of(path)
+    if suffix is None:
+        raise DataError(f"{file}: files of this kind cannot be read. Supported: {', '.join(SUFFIXES)}, each also .gz.")
+    zipped = path.name.lower().endswith(".gz")
+    if suffix == ".parquet":
+        if zipped:
+            raise DataError(f"{file}: Parquet is compressed inside already; unpack the .gz.")
+        yield from read_parquet(path, file)
+        return
+    last_line = 0
+    try:
+        with path.open("rb") as plain:
+            handle = cast(BinaryIO, gzip.GzipFile(fileobj=plain)) if zipped else plain
+            for row in _rows_of_text(handle, file, suffix):
+                last_line = row.line
+                yield row
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        reason = "the .gz file is cut short" if isinstance(error, EOFError) else "the .gz file is damaged"
+        yield BadRow(RowError(f"{reason}; copy it again"), file, last_line + 1, fatal=True)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def _rows_of_text(handle: BinaryIO, file: str, suffix: str) -> Iterator[RawRow | BadRow]:
+    if suffix in (".json", ".jsonl", ".ndjson"):
+        yield from read_json(handle, file)
+    elif suffix in (".csv", ".tsv"):
+        yield from read_csv(handle, file, "," if suffix == ".csv" else "\t")
+    else:
+        yield from _document(handle, file)
+
+
+def _document(handle: BinaryIO, file: str) -> Iterator[RawRow | BadRow]:
+    """A text file as one row `{"text": ...}`, line breaks as \\n."""
+    data = handle.read().removeprefix(b"\xef\xbb\xbf")
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(f"{file}: the file is UTF-16. Save it as UTF-8.")
+    if not data.strip():
+        raise DataError(f"{file}: the file is empty.")
+    lines: list[str] = []
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        try:
+            lines.append(decode(line).removesuffix("\r"))
+        except RowError as fault:
+            yield BadRow(fault, file, number, fatal=True)
+            return
+    yield RawRow({"text": "\n".join(lines)}, file, 1)
+
+
+def _catalogue_file(source: SourceSection) -> Path:
+    """The file of a data set from `frugal fetch`: the one called ``source.name``, or its usual one."""
+    entry = CATALOGUE[source.path]
+    if entry.kind != "data":
+        raise DataError(f"{source.path}: this is a model, not a data set.")
+    folder = fetch(source.path)
+    file = folder / (DEFAULT_DATA_FILE if source.name is None else f"{PurePath(source.name).name}.jsonl")
+    if not file.is_file():
+        names = ", ".join(sorted(path.stem for path in folder.glob("*.jsonl")))
+        raise DataError(f"{source.path}: there is no part {source.name!r}. `name` is one of: {names}.")
+    return file
+
+
+def _in_folder_here(path: str) -> bool:
+    """Whether `data/trian` names a folder `data` that is here: then it is a mistyped path, not a hub id."""
+    return "/" in path and Path(path).parent.is_dir()
+
+
+def _missing(path: str, local: Path) -> str:
+    if "://" in path:
+        return f"{path}: addresses are not read. Download the file and give its path, or give a `datasets` hub id."
+    near: list[str] = []
+    if local.parent.is_dir():
+        names = sorted(shown_name(PurePath(entry.name)) for entry in local.parent.iterdir())
+        near = difflib.get_close_matches(shown_name(PurePath(local.name)), names, n=3)
+    hint = f" Near it: {', '.join(near)}." if near else ""
+    known = ", ".join(sorted(name for name, entry in CATALOGUE.items() if entry.kind == "data"))
+    return f"{path}: there is no such file or folder.{hint} `frugal fetch` knows the data sets: {known}."
+
+
+_SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "eval": "validation",
+    "evaluation": "validation",
+}
+_PROSE = (".txt", ".md")
+_BESIDE = ("source.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+
+
+def is_datasets_folder(folder: Path) -> bool:
+    """Whether `datasets` wrote this folder with `save_to_disk`."""
+    return (folder / "dataset_dict.json").is_file() or (
+        (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    )
+
+
+def choose_files(
+    folder: Path, suffixes: tuple[str, ...], split: str | None, shown: str
+) -> tuple[list[Path], list[str]]:
+    """Files to read, sorted by their path inside the folder, and notes about those left out.
+
+    A split's name in a file's or subfolder's name (`train-00000.parquet`, `test/a.jsonl`) puts it into that split. With
+    ``split`` unset, `train` files are read when there are any, else every file. Text files beside tables or JSON (a
+    README) are left out, so are hidden files and the description files of `datasets`.
+
+    Raises:
+        DataError: no supported file, or none of the split.
+    """
+    inside = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    inside = [path for path in inside if not any(part.startswith((".", "_")) for part in path.parts)]
+    supported = sorted((path for path in inside if _has_suffix(path, suffixes)), key=lambda path: path.as_posix())
+    supported = [path for path in supported if path.name not in _BESIDE]
+    notes: list[str] = []
+    tables = [path for path in supported if not _has_suffix(path, _PROSE)]
+    if tables and len(tables) < len(supported):
+        prose = [shown_name(path) for path in supported if path not in tables]
+        notes.append(f"{shown}: text files beside tables or JSON are left out: {_some(prose)}")
+        supported = tables
+    if not supported:
+        raise DataError(f"{shown}: the folder holds no data file. Supported: {', '.join(suffixes)}, each also .gz.")
+    by_split: dict[str | None, list[Path]] = {}
+    for path in supported:
+        by_split.setdefault(_split_of(path), []).append(path)
+    if split is not None:
+        chosen = by_split.get(_SPLIT_WORDS.get(split.lower(), split), [])
+        if not chosen:
+            found = ", ".join(sorted(name for name in by_split if name)) or "none"
+            raise DataError(f"{shown}: no file of split {split!r}. Splits by file name: {found}.")
+    else:
+        chosen = by_split.get("train", supported)
+        if len(chosen) < len(supported):
+            others = [shown_name(path) for path in supported if path not in chosen]
+            notes.append(f"{shown}: only files of split train are read, left out: {_some(others)}")
+    return [folder / path for path in chosen], notes
+
+
+def shown_name(path: PurePath) -> str:
+    """A path that the file system gave as text that can be printed: UTF-8 even where the locale is not."""
+    return os.fsencode(path.as_posix()).decode("utf-8", "replace")
+
+
+def _has_suffix(path: PurePath, suffixes: tuple[str, ...]) -> bool:
+    return path.name.lower().removesuffix(".gz").endswith(suffixes)
+
+
+def _split_of(path: PurePath) -> str | None:
+    """The split that a path names, the innermost part first."""
+    for part in reversed(path.parts):
+        for word in re.split(r"[^a-z]+", part.lower()):
+            if word in _SPLIT_WORDS:
+                return _SPLIT_WORDS[word]
+    return None
+
+
+def _some(names: list[str], limit: int = 3) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

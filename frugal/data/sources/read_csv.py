@@ -1,0 +1,81 @@
+"""CSV and TSV (RFC 4180) into rows with the line each starts on."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from frugal.data.rows import BadRow, RawRow, RowError, shorten
+from frugal.errors import DataError
+
+
+def read_csv(handle: BinaryIO, file: str, separator: str) -> Iterator[RawRow | BadRow]:
+    """Rows as texts by column name; the first row names the columns. Blank lines are skipped, text stays as it is.
+
+    Raises:
+        DataError: empty file, not UTF-8, or a header that names no columns or one twice.
+    """
+    text = _text(handle.read(), file)
+    records = iter(_records(text, separator))
+    header_line, header, fault = next(records, (1, [], None))
+    if fault is not None:
+        raise DataError(f"{file}:{header_line}: {fault}")
+    if not header:
+        raise DataError(f"{file}: the file is empty. The first line names the columns, for example: prompt,completion")
+    _check_header(header, f"{file}:{header_line}", separator)
+    for line, fields, fault in records:
+        if fault is not None:
+            yield BadRow(fault, file, line, fatal=True)
+            return
+        if len(fields) != len(header):
+            detail = f"{len(fields)} instead of {len(header)}; a text with {separator!r} or a line break needs quotes"
+            yield BadRow(RowError("another number of fields than the header", detail), file, line)
+            continue
+        yield RawRow(dict(zip(header, fields, strict=True)), file, line)
+
+
+def _text(data: bytes, file: str) -> str:
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(f"{file}: the file is UTF-16. Save it as UTF-8.")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        place = error.start - data.rfind(b"\n", 0, error.start)
+        byte = f"byte 0x{data[error.start]:02x}, byte {place} of the line"
+        raise DataError(f"{file}:{line}: not UTF-8 text ({byte}). Save the file as UTF-8.") from None
+
+
+def _check_header(header: list[str], where: str, separator: str) -> None:
+    if len(header) == 1:
+        for other, name in ((";", "semicolons"), ("\t", "tabs"), (",", "commas")):
+            if other != separator and other in header[0]:
+                raise DataError(f"{where}: the columns are separated by {name}. Save with commas, or tabs as .tsv.")
+    for name in header:
+        if not name.strip():
+            raise DataError(f"{where}: a column has no name. The first line names the columns.")
+        if header.count(name) > 1:
+            raise DataError(f"{where}: column {shorten(name)} is there twice. Each column needs a name of its own.")
+
+
+def _records(text: str, separator: str) -> list[tuple[int, list[str], RowError | None]]:
+    """(line, fields, error) of every record that is not a blank line; an error ends the file."""
+    records: list[tuple[int, list[str], RowError | None]] = []
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    # The limit of a field is one for the process (131,072 characters): raised for this file, and put back.
+    limit = csv.field_size_limit()
+    csv.field_size_limit(max(limit, len(text)))
+    line = 1
+    try:
+        for fields in reader:
+            if fields and (len(fields) > 1 or not fields[0].isspace()):
+                records.append((line, fields, None))
+            line = reader.line_num + 1
+    except csv.Error:
+        reason = "a quoted field is not closed, or text follows its quote"
+        records.append((line, [], RowError(reason, 'write "" for a quote, and quotes around the field')))
+    finally:
+        csv.field_size_limit(limit)
+    return records

@@ -1,0 +1,46 @@
+"""The checks of this product, one row each: what a check needs and what runs it.
+
+`frugal doctor` runs the rows that need nothing but a machine. A new check is one file with its function and one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from frugal.verification import kernel_checks, operations
+from frugal.verification.judge import Check, Measurement, Need, Subject, judged
+
+
+@dataclass(frozen=True)
+class CheckRow:
+    """One row: a check, and what it needs."""
+
+    name: str
+    measurements: Callable[[Subject], Iterable[Measurement]]
+    needs: frozenset[Need] = frozenset()
+
+
+CHECKS: dict[str, CheckRow] = {
+    row.name: row
+    for row in (
+        CheckRow("attention", operations.attention_checks),
+        CheckRow("rms_norm", operations.rms_norm_checks),
+        CheckRow("rope", operations.rope_checks),
+        CheckRow("gated_mlp", operations.gated_mlp_checks),
+        CheckRow("lora_linear", operations.lora_linear_checks),
+        CheckRow("linear_cross_entropy", operations.loss_checks),
+        CheckRow("nf4", operations.nf4_checks),
+        CheckRow("adam8bit", operations.adam8bit_checks),
+        CheckRow("kernels", kernel_checks.kernel_checks),
+    )
+}
+
+
+def run_checks(subject: Subject, names: Iterable[str] | None = None) -> Iterator[Check]:
+    """Run the checks of ``names`` (None: all that ``subject`` has what they need for), in the table's order."""
+    wanted = set(CHECKS if names is None else names)
+    for name, row in CHECKS.items():
+        if name in wanted and row.needs <= subject.has:
+            for one in row.measurements(subject):
+                yield judged(one.op, one.implementation, one.what, subject.where, subject.device, one.error)
