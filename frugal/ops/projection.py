@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from frugal.codecs.nf4 import BLOCK, NF4Tensors
+from frugal.codecs.nf4 import NF4Tensors
+from frugal.codecs.nf4_codes import BLOCK
 from frugal.ops.kernel_forms import nf4_rows_with_update, takes_kernel
 from frugal.ops.weights import Weight, block_rows, row_blocks, rows
 
