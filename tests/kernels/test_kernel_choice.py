@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from frugal.errors import UnsupportedError
+from frugal.ops import adam8bit  # noqa: F401  (registers its rows)
 from frugal.ops.choice import choices
 from frugal.ops.registry import choose, resolve
 from frugal.ops.simulated import SimulatedDevice, simulating
