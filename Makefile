@@ -17,16 +17,17 @@ RUN := runs/quickstart
 # make quickstart OVERRIDES="train.max_steps=10": keys of configs/quickstart.yaml to change.
 OVERRIDES ?=
 
-.PHONY: help setup quickstart test mutants kernels check docs clean FORCE
+.PHONY: help setup quickstart test test-quick mutants kernels check docs clean FORCE
 
 help:
 	@echo "make quickstart  set up, fetch a small model and data, train into $(RUN), show answers before and after"
-	@echo "make test        run the tests"
+	@echo "make test        run all tests (15 minutes on two cores)"
+	@echo "make test-quick  run the tests that start no runs, processes or interpreted kernels (2 minutes)"
 	@echo "make check       lint, types, layers"
 	@echo "make mutants     plant faults in the kernels and see the tests catch each (20 minutes)"
 	@echo "make kernels     compile every kernel for every GPU generation, count its traffic (30 minutes, no GPU)"
 	@echo "make setup       only the environment, $(VENV)"
-	@echo "make docs        write docs/config.md anew"
+	@echo "make docs        write docs/config.md and docs/architecture.svg anew"
 	@echo "make clean       remove the environment and caches; runs/ stays"
 
 setup: $(INSTALLED)
@@ -68,6 +69,9 @@ quickstart: setup
 test: setup $(DEEPSPEED)
 	OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
+test-quick: setup
+	OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+
 mutants: setup
 	$(BIN)/python tests/kernels/mutants.py
 
@@ -83,6 +87,7 @@ check: setup
 
 docs: setup
 	$(BIN)/frugal schema --markdown --out docs/config.md
+	$(BIN)/python docs/architecture.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -111,8 +111,8 @@ def frugal_side(policy: Policy = "recompute", *, fused: bool = True) -> Side:
     module = LossModule(model, head=built.head).train()
 
     def loss(batch: dict[str, Tensor]) -> Tensor:
-        total, count = module(batch)
-        return total / count
+        total, sums = module(batch)
+        return total / sums[1]
 
     side = Side("frugal", model, loss, adamw(model))
     side.checkpoint(policy)

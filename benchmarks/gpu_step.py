@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 
 from frugal.adapters import apply_adapters
 from frugal.codecs import NF4Linear
-from frugal.codecs.upcast_on_use import upcast_on_use
+from frugal.codecs.dense import upcast_on_use
 from frugal.config import LoraSection
 from frugal.memory import apply_activation_checkpointing
 from frugal.memory.meter import LiveBytesMeter
@@ -107,7 +107,7 @@ def frugal_side(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -
     for name in names:
         layer = base.get_submodule(name)
         assert isinstance(layer, NF4Linear)
-        layer.quantize_(weights[name]())
+        layer.encode_("weight", weights[name]())
     fill_dense(base, device, dtype)
     base.requires_grad_(False)
     upcast_on_use(base, dtype)
@@ -120,8 +120,8 @@ def frugal_side(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -
     module = LossModule(model).train()
 
     def loss(ids: Tensor) -> Tensor:
-        total, count = module({"input_ids": ids, "labels": ids})
-        return total / count
+        total, sums = module({"input_ids": ids, "labels": ids})
+        return total / sums[1]
 
     kinds = ", ".join(f"{kind}: {choice.name}" for kind, choice in attention.by_layer.items())
     return Side("frugal", model, loss, adamw(model), f"attention {attention.value} ({kinds})")

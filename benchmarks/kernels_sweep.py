@@ -2,7 +2,7 @@
 
     python benchmarks/kernels_sweep.py            # all kernels and targets: about a quarter of an hour on one core
     python benchmarks/kernels_sweep.py gated      # only kernels whose name begins so; other rows stay
-    python benchmarks/kernels_sweep.py --targets 75,86,90 rope
+    python benchmarks/kernels_sweep.py rope --targets 75 86 90
 
 No GPU is needed and nothing is timed. A candidate with spills or too much shared memory is out. Of the others the one
 wins that keeps most bytes of loads under way on a multiprocessor (up to 32 KiB, which covers the latency of every card
@@ -11,6 +11,7 @@ here), then the one with fewest instructions for a byte, then the smaller tile.
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
 from pathlib import Path
@@ -97,10 +98,13 @@ def write(path: Path, key: str, rows: dict[str, Tile]) -> None:
     path.write_text("\n".join([*lines, "}"]) + "\n", encoding="utf-8")
 
 
-def main(arguments: list[str]) -> None:
-    targets, prefixes = TARGETS, arguments
-    if arguments[:1] == ["--targets"]:
-        targets, prefixes = tuple(int(t) for t in arguments[1].split(",")), arguments[2:]
+def main() -> None:
+    """Sweep the kernels that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prefixes", nargs="*", metavar="KERNEL", help="beginnings of kernels' names; none: all")
+    parser.add_argument("--targets", type=int, nargs="+", choices=TARGETS, default=list(TARGETS))
+    arguments = parser.parse_args()
+    targets, prefixes = tuple(arguments.targets), arguments.prefixes
     for kernel in SPACE:
         if prefixes and not any(kernel.startswith(p) for p in prefixes):
             continue
@@ -117,4 +121,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -19,6 +19,7 @@ import torch
 from common import environment, frugal_side, random_batch
 
 from frugal.files import write_json
+from frugal.units import gib
 
 
 def peak_resident_bytes() -> int:
@@ -58,7 +59,7 @@ def main() -> None:
     }
     print(
         f"{result['tokens']:,} tokens, {result['policy']}: {seconds:.0f} s, resident "
-        f"{result['resident_peak_bytes'] / 1e9:.2f} GB at most ({before / 1e9:.2f} GB before the step), loss {loss:.4f}"
+        f"{gib(result['resident_peak_bytes'])} at most ({gib(before)} before the step), loss {loss:.4f}"
     )
     if arguments.json is not None:
         write_json(arguments.json, result)

@@ -14,6 +14,7 @@ from common import environment, frugal_side, peer_side, random_batch
 
 from frugal.files import write_json
 from frugal.memory.meter_report import MeterReport
+from frugal.units import MIB, gib
 
 
 def main() -> None:
@@ -43,15 +44,15 @@ def main() -> None:
 def markdown(report: MeterReport, sites: int) -> str:
     """Categories and the largest sites as Markdown tables."""
     lines = [
-        f"Peak {report.peak_bytes / 1e6:.1f} MB, reached at `{report.peak_op}`.",
+        f"Peak {gib(report.peak_bytes)}, reached at `{report.peak_op}`.",
         "",
-        "| what | MB |",
+        "| what | MiB |",
         "|---|---:|",
     ]
-    lines += [f"| {name} | {count / 1e6:.1f} |" for name, count in report.by_category.items()]
-    lines += ["", "| MB | tensors | what | module | operation |", "|---:|---:|---|---|---|"]
+    lines += [f"| {name} | {count / MIB:.1f} |" for name, count in report.by_category.items()]
+    lines += ["", "| MiB | tensors | what | module | operation |", "|---:|---:|---|---|---|"]
     lines += [
-        f"| {s.bytes / 1e6:.1f} | {s.tensors} | {s.category} | {s.module or '-'} | {s.op} |"
+        f"| {s.bytes / MIB:.1f} | {s.tensors} | {s.category} | {s.module or '-'} | {s.op} |"
         for s in report.sites[:sites]
     ]
     return "\n".join(lines)

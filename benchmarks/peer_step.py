@@ -23,6 +23,7 @@ from common import RANK, Side, environment, frugal_side, interleaved, peer_side,
 from torch import Tensor
 
 from frugal.files import write_json
+from frugal.units import MIB
 
 CASES = [(2, 512), (2, 1024), (1, 4096)]
 QUICK_CASES = [(2, 64), (2, 128), (1, 256)]
@@ -146,13 +147,13 @@ def _linear_seconds(tokens: int, inputs: int, outputs: int, repeats: int, *, lor
 def summary(result: dict[str, Any]) -> str:
     """The result as a small table."""
     lines = [
-        f"{'case':>10} {'frugal MB':>10} {'disk MB':>9} {'peer MB':>9} {'frugal s':>9} {'peer s':>8} {'floor s':>8}"
+        f"{'case':>10} {'frugal MiB':>10} {'disk MiB':>9} {'peer MiB':>9} {'frugal s':>9} {'peer s':>8} {'floor s':>8}"
     ]
     for row in result["cases"]:
-        disk = f"{row['frugal_disk']['peak_bytes'] / 1e6:9.1f}" if "frugal_disk" in row else " " * 9
+        disk = f"{row['frugal_disk']['peak_bytes'] / MIB:9.1f}" if "frugal_disk" in row else " " * 9
         lines.append(
-            f"{row['batch']:>3} x {row['tokens']:<5}{row['frugal']['peak_bytes'] / 1e6:10.1f} {disk} "
-            f"{row['peer']['peak_bytes'] / 1e6:9.1f} {row['frugal']['seconds']:9.2f} {row['peer']['seconds']:8.2f} "
+            f"{row['batch']:>3} x {row['tokens']:<5}{row['frugal']['peak_bytes'] / MIB:10.1f} {disk} "
+            f"{row['peer']['peak_bytes'] / MIB:9.1f} {row['frugal']['seconds']:9.2f} {row['peer']['seconds']:8.2f} "
             f"{row['floor_seconds']:8.2f}"
         )
     lines += [f"{key:<28}{value:12.3f}" for key, value in result.items() if isinstance(value, float)]

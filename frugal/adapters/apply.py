@@ -22,8 +22,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from frugal.adapters.targets import PatternRow, Scale, Targets, resolve_targets
-from frugal.codecs.nf4 import NF4Linear
-from frugal.codecs.upcast_on_use import UpcastEmbedding, UpcastLinear
+from frugal.codecs.base import encoded_parts
+from frugal.codecs.dense import UpcastEmbedding, UpcastLinear
 from frugal.config import LoraSection
 from frugal.errors import ConfigError, UnsupportedError
 from frugal.model_structure import decoder_layers, input_device, inside, is_tied, table_names
@@ -189,7 +189,7 @@ def prepare_trained(model: PreTrainedModel, modules_to_save: Sequence[str], *, t
             head.weight.data = head.weight.data.to(compute)
     for name in modules_to_save:
         module = model.get_submodule(name)
-        if any(isinstance(inner, NF4Linear) for inner in module.modules()):
+        if any(encoded_parts(inner) for inner in module.modules()):
             raise UnsupportedError(
                 f"lora.modules_to_save: {name} is stored in NF4 and cannot be trained whole. Adapt it with LoRA "
                 "(lora.target_modules), or write `model.quantize: none`."

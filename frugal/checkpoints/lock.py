@@ -1,45 +1,52 @@
-"""One run at a time in a folder: `run.lock` holds who is writing."""
+"""One run at a time in a folder. The kernel holds the lock and frees it when the process ends, however it ends.
+
+Between machines that share a folder the lock holds as far as their file system shares it: NFS does, unless it is
+mounted with `nolock` or `local_lock`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
+from filelock import FileLock, Timeout
 
 from frugal.checkpoints.write import recover
 from frugal.distributed import group as ranks
 from frugal.errors import CheckpointError
 
 LOCK_NAME = "run.lock"
-_SILENT_SECONDS = 3600.0
-"""A lock from another machine that has shown no sign of life for so long is taken for stale."""
+"""The file that names the holder, as JSON; there while a run is going on, and after it was killed."""
+_KERNEL_LOCK = ".run.lock"
+"""The file whose lock counts. It stays: another process may have opened it already."""
 
 
 class RunLock:
-    """Holds a run's folder; makes the folder if need be. A lock of a dead process is recognised and replaced."""
+    """Lock a run's folder; makes the folder if need be."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None] = print) -> None:
         self.path = Path(run_dir) / LOCK_NAME
         self._say = say
-        self._token = secrets.token_hex(8)
-        self._held = False
+        self._lock = FileLock(self.path.with_name(_KERNEL_LOCK), timeout=0)
         self._made: list[Path] = []  # folders that were not there, innermost first
 
     def __enter__(self) -> RunLock:
+        folder = self.path.parent.absolute()
         try:
-            folder = self.path.parent.absolute()
             self._made = [place for place in (folder, *folder.parents) if not place.exists()]
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             self._take()
+        except Timeout:
+            raise CheckpointError(
+                f"{self.path.parent} is in use by {self._holder()}. Wait for that run, stop it, or set another "
+                "output.dir."
+            ) from None
         except OSError as error:
             raise CheckpointError(
                 f"cannot write to output.dir {self.path.parent}: {error.strerror}. "
@@ -47,118 +54,54 @@ class RunLock:
             ) from error
         return self
 
+    def _take(self) -> None:
+        try:
+            self._lock.acquire()
+        except NotImplementedError:
+            self._say(f"{self.path.parent}: this file system has no locks; start no other run with this output.dir")
+        try:
+            if self.path.exists():
+                self._say(
+                    f"removed a stale lock: {self._holder()} is gone (if it runs on a machine whose file system shares "
+                    "no locks with this one, stop one of the two)"
+                )
+            me = {"pid": os.getpid(), "host": socket.gethostname()}
+            self.path.write_text(json.dumps(me), encoding="utf-8")
+        except BaseException:
+            self._lock.release()
+            raise
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._held and _read(self.path).get("token") == self._token:
-            with contextlib.suppress(OSError):  # a folder that became read-only: the lock is recognised as stale
-                self.path.unlink()
+        with contextlib.suppress(OSError):  # a folder that became read-only: the file is recognised as stale
+            self.path.unlink(missing_ok=True)
+            if self._made and set(self.path.parent.iterdir()) <= {self.path.with_name(_KERNEL_LOCK)}:
+                self.path.with_name(_KERNEL_LOCK).unlink(missing_ok=True)
                 for folder in self._made:  # the run failed before it wrote anything: leave nothing
-                    folder.rmdir()  # refuses a folder that holds something, and with it those above
-        self._held = False
+                    folder.rmdir()
+        self._lock.release()
 
-    def alive(self) -> None:
-        """Show a sign of life, for processes on other machines. Raises when the lock was taken by another run."""
-        holder = _read(self.path)
-        if holder.get("token") not in (None, self._token):
-            raise CheckpointError(f"{self.path.parent} was taken over by another run ({_who(holder)}); stopping.")
-        with contextlib.suppress(OSError):  # a full disk or a removed lock is no reason to stop training
-            os.utime(self.path)
-
-    def _take(self) -> None:
-        for _ in range(3):
-            if self._create():
-                return
-            holder = _read(self.path)
-            reason = _why_stale(holder, self.path)
-            if reason is None:
-                raise CheckpointError(
-                    f"{self.path.parent} is in use by {_who(holder)}. Wait for that run, stop it, or set another "
-                    f"output.dir. If that process is gone, delete {self.path}."
-                )
-            # rename, then look at what was renamed: of two processes that saw the same stale lock, one finds that
-            # it took the other's new lock away, and gives it back
-            aside = self.path.with_name(f".{LOCK_NAME}.{self._token}.stale")
-            try:
-                self.path.rename(aside)
-            except FileNotFoundError:
-                continue
-            if _read(aside) != holder:
-                aside.rename(self.path)
-                continue
-            aside.unlink()
-            self._say(f"removed a stale lock: {reason}")
-        raise CheckpointError(f"{self.path} changes while this run tries to take it: another run is starting there")
-
-    def _create(self) -> bool:
+    def _holder(self) -> str:
+        """`process 4711 on gpu-b`"""
         try:
-            handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileExistsError:
-            return False
-        me = {
-            "pid": os.getpid(),
-            "process_started": psutil.Process().create_time(),
-            "host": socket.gethostname(),
-            "token": self._token,
-        }
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(me, stream)
-        self._held = True
-        return True
+            holder: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+            return f"process {holder['pid']} on {holder['host']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "an unknown process"
 
 
 @contextlib.contextmanager
-def hold(run_dir: Path, say: Callable[[str], None] = print) -> Iterator[RunLock | None]:
-    """Hold a run's folder for the whole group of processes: rank 0 has the lock (others get None), all fail together.
+def run_lock(run_dir: Path, say: Callable[[str], None] = print) -> Iterator[None]:
+    """Lock a run's folder for the whole group of processes: rank 0 has the lock, all fail together.
 
     What a killed process left half written is tidied up.
     """
     with contextlib.ExitStack() as stack:
-        lock = RunLock(run_dir, say) if ranks.rank() == 0 else None
 
         def take() -> None:
-            if lock is not None:
-                stack.enter_context(lock)
-                recover(run_dir, say)
+            stack.enter_context(RunLock(run_dir, say))
+            recover(run_dir, say)
 
         ranks.on_first(take)
-        yield lock
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _who(holder: dict[str, Any]) -> str:
-    if not holder:
-        return "an unknown process"
-    return f"process {holder.get('pid')} on {holder.get('host')}"
-
-
-def _why_stale(holder: dict[str, Any], path: Path) -> str | None:
-    """Why the lock is stale, or None while its process may live."""
-    try:
-        silent = time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return "it is gone"
-    if not holder:
-        # created and not yet filled by a process that is starting, or cut off by a power failure
-        return "it is empty" if silent > 10 else None
-    if holder.get("host") != socket.gethostname():
-        if silent > _SILENT_SECONDS:
-            return f"{_who(holder)} showed no sign of life for {silent / 3600:.1f} hours"
-        return None
-    try:
-        process = psutil.Process(int(holder["pid"]))
-        started = process.create_time()
-        zombie = process.status() == psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, psutil.AccessDenied, KeyError, ValueError):
-        return f"{_who(holder)} is gone"
-    # a number that was given to another process since; create_time is exact to a clock tick
-    if zombie or abs(started - float(holder.get("process_started", 0))) > 1.0:
-        return f"{_who(holder)} is gone"
-    return None
+        yield

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
+from frugal.checkpoints.read import find_latest, why_incomplete
 from frugal.checkpoints.rotation import list_checkpoints
-from frugal.checkpoints.write import find_latest, why_incomplete
+from frugal.config import Config
 from frugal.data import TokenDataset
 from frugal.errors import CheckpointError
 from frugal.files import read_json
@@ -54,6 +56,17 @@ def data_fingerprint(rows: TokenDataset) -> str:
     return digest.hexdigest()
 
 
+def run_identity(config: dict[str, Any], plan: dict[str, Any], data_fingerprint: str) -> dict[str, Any]:
+    """What a checkpoint keeps of its run (the resolved configuration, the plan's steps, the rows), and `check_config`
+    and `check_plan` compare."""
+    return {
+        "config": config,
+        "config_sha256": config_hash(config),
+        "plan": plan,
+        "data_fingerprint": data_fingerprint,
+    }
+
+
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as dotted keys; lists stay values."""
     flat: dict[str, Any] = {}
@@ -66,8 +79,12 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """`key: saved -> current` for every key that differs and matters."""
+    """`key: saved -> current` for every key that differs and matters.
+
+    A key that the version of frugal that saved did not have counts as its default, which changes nothing.
+    """
     before, now = flatten(saved), flatten(current)
+    before = {**{key: value for key, value in _defaults(Config) if key in now}, **before} if saved else before
     return [
         f"{key}: {before.get(key, _ABSENT)} -> {now.get(key, _ABSENT)}"
         for key in sorted(before.keys() | now.keys())
@@ -82,7 +99,8 @@ def starting_point(
 
     ``resume`` None or False starts fresh, and refuses a folder that already holds a run. True (or "auto", "latest")
     takes the newest complete checkpoint of the folder, and starts fresh with a message when it holds none, so that one
-    command serves a machine that is restarted at any time. A path names one checkpoint.
+    command serves a machine that is restarted at any time. A path names one checkpoint. What is chosen was compared
+    with its hashes.
     """
     run_dir = Path(run_dir)
     if run_dir.exists() and not run_dir.is_dir():
@@ -184,6 +202,15 @@ def _saved_config(folder: Path) -> dict[str, Any]:
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path}: `config` is not a mapping")
     return saved
+
+
+def _defaults(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, default) of every key of the configuration that has one."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _defaults(field.annotation, f"{prefix}{name}.")
+        elif not field.is_required():
+            yield f"{prefix}{name}", field.get_default(call_default_factory=True)
 
 
 def _is_harmless(key: str) -> bool:

@@ -1,29 +1,33 @@
-"""`checkpoint-N/`: whole or absent. Written beside, flushed, renamed; a marker lists every file with its hash."""
+"""Write `checkpoint-N/`: whole or absent. Written beside, flushed, renamed; a marker lists every file with its hash."""
 
 from __future__ import annotations
 
 import errno
 import shutil
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors import SafetensorError
+from torch.optim import Optimizer
 
-from frugal.checkpoints.rotation import aside, leftovers, list_checkpoints
-from frugal.checkpoints.space import free_bytes
+from frugal.adapters import save_adapter
+from frugal.checkpoints.read import FORMAT, MARKER, why_incomplete
+from frugal.checkpoints.rotation import aside, free_bytes, leftovers, rotate
+from frugal.checkpoints.side_files import save_side_files
+from frugal.config import Config, OutputSection, dump_yaml
+from frugal.distributed import group as ranks
+from frugal.distributed.optimizer_state import OptimizerState
+from frugal.distributed.strategy import Strategy
 from frugal.errors import CheckpointError
-from frugal.files import fsync_file, fsync_folder, read_json, sha256_file, write_json
-from frugal.tensor_files import read_tensors, refuse_pickles_in, write_tensors
-from frugal.training.optim import OptimizerState
+from frugal.files import fsync_file, fsync_folder, sha256_file, write_json, write_text
+from frugal.tensor_files import write_tensors
+from frugal.training.setup import LoopState, rng_state
 from frugal.units import disk_size
-
-MARKER = "complete.json"
-FORMAT = 1
-ADAPTER_FILE = "adapter_model.safetensors"
-_NEEDED = (ADAPTER_FILE, "adapter_config.json", "optimizer.safetensors", "rng.safetensors", "trainer_state.json")
 
 
 @dataclass
@@ -39,15 +43,85 @@ class CheckpointParts:
     """trainer_state.json."""
 
 
-@dataclass
-class LoadedCheckpoint:
-    """A complete checkpoint, verified and read. The adapter's tensors stay in `folder / adapter_model.safetensors`."""
+@dataclass(kw_only=True)
+class CheckpointWriter:
+    """Writes the checkpoints of one run. Every rank calls `save`, rank 0 writes, all meet the same outcome."""
 
-    folder: Path
-    step: int
-    optimizer: OptimizerState
-    rng: dict[str, torch.Tensor]
-    state: dict[str, Any]
+    run_dir: Path
+    strategy: Strategy
+    model: PeftModel
+    optimizer: Optimizer
+    output: OutputSection
+    identity: dict[str, Any]
+    """What a resumed run is compared with: `run_identity`."""
+    side_files: Callable[[Path], None]
+    """Writes what a checkpoint needs to be used without its run; see `side_files`."""
+    base_fingerprint: str | None = None
+
+    def save(self, state: LoopState) -> None:
+        """Write `checkpoint-<step>`, then delete what `save_total_limit` has no room for."""
+        adapter, parts = self._gather(state)
+        ranks.on_first(lambda: self._write(state, adapter, parts))
+
+    def rehearse(self, state: LoopState) -> None:
+        """Write a checkpoint as `save` does, into a folder beside where it would lie, and remove it.
+
+        What does not fit (device, host or disk) shows before the first step.
+        """
+        _, parts = self._gather(state)
+        ranks.on_first(lambda: self._write_and_remove(state.step, parts))
+
+    def _write_and_remove(self, step: int, parts: CheckpointParts) -> None:
+        folder = aside(self.run_dir, step, "tmp")
+        try:
+            save_checkpoint(folder, step, parts)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _gather(self, state: LoopState) -> tuple[dict[str, torch.Tensor], CheckpointParts]:
+        """The whole adapter and all else that a checkpoint holds; on every rank, with tensors on the first."""
+        generators = ranks.gather({key: tensor.cpu() for key, tensor in rng_state(self.strategy.device).items()})
+        adapter = self.strategy.full_adapter(self.model)
+        optimizer = self.strategy.full_optimizer_state(self.optimizer)
+        rng = {f"{rank}.{key}": tensor for rank, found in enumerate(generators) for key, tensor in found.items()}
+        content = {**self.identity, "world_size": ranks.world_size(), "loop": asdict(state)}
+        return adapter, CheckpointParts(lambda folder: self._write_adapter(folder, adapter), optimizer, rng, content)
+
+    def _write(self, state: LoopState, adapter: dict[str, torch.Tensor], parts: CheckpointParts) -> None:
+        try:
+            save_checkpoint(self.run_dir, state.step, parts)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {self._rescue(state.step, adapter)}") from error
+        best = state.best_step if self.output.keep_best else None
+        rotate(self.run_dir, limit=self.output.save_total_limit, best_step=best)
+
+    def _write_adapter(self, folder: Path, adapter: dict[str, torch.Tensor]) -> None:
+        save_adapter(self.model, folder, tensors=adapter, base_fingerprint=self.base_fingerprint)
+        self.side_files(folder)
+
+    def _rescue(self, step: int, adapter: dict[str, torch.Tensor]) -> str:
+        """Save the adapter in the system's temporary folder, so that its training is not lost. Returns a sentence."""
+        folder = Path(tempfile.mkdtemp(prefix=f"frugal-{self.run_dir.name}-step-{step}-"))
+        try:
+            save_adapter(self.model, folder, tensors=adapter)
+        except Exception as error:  # whatever it is, the first error is the one to report
+            return f"The adapter of step {step} could not be saved in {folder} either ({error})."
+        return f"The adapter of step {step} (without optimizer state) was saved in {folder}."
+
+
+def side_files(tokenizer: Any, *, base: Path, config: Config) -> Callable[[Path], None]:
+    """Writes tokenizer, chat template, stop ids and config.yaml: a checkpoint alone can be chatted with and merged."""
+
+    def write(folder: Path) -> None:
+        try:
+            save_side_files(folder, tokenizer, base=base)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):  # told as any other file of the checkpoint that cannot be written
+                raise error.__cause__ from None
+            raise
+        write_text(folder / "config.yaml", dump_yaml(config))
+
+    return write
 
 
 def save_checkpoint(run_dir: Path, step: int, parts: CheckpointParts) -> Path:
@@ -68,67 +142,6 @@ def save_checkpoint(run_dir: Path, step: int, parts: CheckpointParts) -> Path:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return final
-
-
-def why_incomplete(folder: Path, *, hashes: bool = True) -> str | None:
-    """What is wrong with a checkpoint folder, None when every file is there and as it was written."""
-    marker = folder / MARKER
-    if not marker.is_file():
-        return f"{MARKER} is missing: the save did not finish"
-    try:
-        files = read_json(marker)["files"]
-        entries = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
-        return f"{MARKER} cannot be read"
-    for name in _NEEDED:
-        if name not in entries:
-            return f"{MARKER} does not list {name}"
-    for name, (count, digest) in entries.items():
-        path = folder / name
-        if Path(name).is_absolute() or ".." in Path(name).parts or not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != count:
-            return f"{name} has {path.stat().st_size:,} bytes instead of {count:,}"
-        if hashes and sha256_file(path) != digest:
-            return f"{name} is not what was written (SHA-256 differs)"
-    return None
-
-
-def find_latest(run_dir: Path, say: Callable[[str], None] = print) -> Path | None:
-    """The complete checkpoint with the highest number, or None; names each one that it skips."""
-    for _, folder in reversed(list_checkpoints(run_dir)):
-        reason = why_incomplete(folder)
-        if reason is None:
-            return folder
-        say(f"skipped {folder}: {reason}")
-    return None
-
-
-def load_checkpoint(folder: Path) -> LoadedCheckpoint:
-    """Verify and read a checkpoint. Raises CheckpointError for one that is incomplete or holds a pickle."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no checkpoint folder {folder}")
-    refuse_pickles_in(folder)
-    reason = why_incomplete(folder)
-    if reason is not None:
-        raise CheckpointError(f"{folder} is not a complete checkpoint: {reason}")
-    tensors, meta = read_tensors(folder / "optimizer.safetensors")
-    rng, _ = read_tensors(folder / "rng.safetensors")
-    state = _read_state(folder)
-    return LoadedCheckpoint(folder, int(state["step"]), OptimizerState(tensors, meta), rng, state)
-
-
-def _read_state(folder: Path) -> dict[str, Any]:
-    path = folder / "trainer_state.json"
-    try:
-        state = read_json(path)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else None
-        raise CheckpointError(f"{path} has format {found!r}, this version of frugal reads {FORMAT}")
-    return state
 
 
 def recover(run_dir: Path, say: Callable[[str], None] = print) -> None:

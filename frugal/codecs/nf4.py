@@ -9,16 +9,15 @@ pattern, so that no `.half()`, mixed-precision policy or sharding framework can 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from bitsandbytes import functional as bnb
 from torch import nn
 from torch.nn import functional as F
 
+from frugal.codecs.base import EncodedModule, chunk
 from frugal.codecs.nf4_codes import BLOCK, NESTED_BLOCK, block_scales, quantize_blocks
-
-__all__ = ["BLOCK", "NESTED_BLOCK", "NF4Linear", "NF4Tensors", "dequantize_nf4", "dequantize_rows", "quantize_nf4"]
 
 _QUANTIZE_STEP = 1 << 17  # elements quantised at a time on the CPU, a multiple of BLOCK
 _WIDENED_BYTES = 16 << 20  # largest block of dense float32 rows that a product holds at a time
@@ -26,7 +25,7 @@ _WIDENED_BYTES = 16 << 20  # largest block of dense float32 rows that a product 
 
 @dataclass(frozen=True, slots=True)
 class NF4Tensors:
-    """One quantised matrix. All members are plain tensors of integer types."""
+    """One quantised parameter. All members are plain tensors of integer types; experts are stacked in front."""
 
     packed: torch.Tensor
     """uint8, two 4-bit codes a byte, high nibble first: [rows, columns / 2], or [bytes, 1] where columns is odd."""
@@ -37,43 +36,133 @@ class NF4Tensors:
     """int32 bit patterns of float32, [ceil(blocks / 256)]; None without double quantisation."""
     offset: torch.Tensor | None
     """int32 bit pattern of float32, [1]: the mean of the scales; None without double quantisation."""
-    shape: tuple[int, int]
-    """(rows, columns) of the dense matrix."""
+    shape: tuple[int, ...]
+    """(rows, columns) or (experts, rows, columns) of the dense parameter."""
+
+    @property
+    def codec(self) -> str:
+        """Key in `frugal.codecs.CODECS`."""
+        return NF4Codec.name
 
     @property
     def nbytes(self) -> int:
         """Stored bytes: codes and scales."""
-        tensors = (self.packed, self.absmax, self.nested_absmax, self.offset)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     @property
     def scales(self) -> torch.Tensor:
-        """float32 [blocks]: the largest absolute value of each block of 64, as stored."""
+        """float32 [blocks] of a matrix: the largest absolute value of each block of 64, as stored."""
         blocks = self.absmax.numel()
         return block_scales(self.absmax, self.nested_absmax, self.offset, 0, blocks)
 
-    def dequantize_rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        """Rows ``start`` to ``stop`` as a dense [stop - start, columns] tensor of ``dtype``.
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The stored tensors by name."""
+        found = {name: getattr(self, name) for name in _PARTS}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def expert(self, index: int) -> NF4Tensors:
+        """The matrix of one expert, as views: stored as if it had been quantised by itself."""
+        if len(self.shape) != 3:
+            raise ValueError(f"a parameter of shape {self.shape} has no experts")
+        return _from_tensors({name: tensor[index] for name, tensor in self.tensors().items()}, self.shape[1:])
+
+    def dequantize_rows(
+        self, start: int, stop: int, dtype: torch.dtype, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Rows ``start`` to ``stop`` of a matrix as a dense [stop - start, columns] tensor of ``dtype``.
 
         Fast when ``start`` falls on a block (always when columns is a multiple of 64); otherwise the block's head is
-        dequantised too and cut off.
+        dequantised too and cut off. ``out``, of that shape and ``dtype``, receives the rows if given.
         """
+        if len(self.shape) != 2:
+            raise ValueError(f"rows of a parameter of shape {self.shape}: take an expert first")
         columns = self.shape[1]
         first, last = start * columns, min(stop, self.shape[0]) * columns
         aligned = first // BLOCK * BLOCK
-        flat: torch.Tensor = torch.ops.frugal.nf4_dequantize(
-            self.packed, self.absmax, self.nested_absmax, self.offset, aligned, last, dtype
+        stored = (self.packed, self.absmax, self.nested_absmax, self.offset, aligned)
+        if out is not None and first == aligned and out.is_contiguous() and out.dtype == dtype:
+            torch.ops.frugal.nf4_dequantize_into(*stored, out)
+            return out
+        flat: torch.Tensor = torch.ops.frugal.nf4_dequantize(*stored, last, dtype)
+        rows = flat[first - aligned :].view(-1, columns)
+        return rows if out is None else out.copy_(rows)
+
+    def shard(self, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+        """What ``rank`` keeps: its experts of every tensor, or its rows of codes and scales."""
+        if len(self.shape) == 2 and self.shape[1] % BLOCK:
+            raise ValueError(f"rows of {self.shape[1]} columns are no whole blocks of {BLOCK}: they cannot be sharded")
+        whole = () if len(self.shape) == 3 else _WHOLE
+        return {
+            name: tensor if name in whole else chunk(tensor, rank, world_size)
+            for name, tensor in self.tensors().items()
+        }
+
+
+def _from_tensors(parts: dict[str, torch.Tensor], shape: tuple[int, ...]) -> NF4Tensors:
+    return NF4Tensors(parts["packed"], parts["absmax"], parts.get("nested_absmax"), parts.get("offset"), shape)
+
+
+_PARTS = ("packed", "absmax", "nested_absmax", "offset")
+_WHOLE = ("nested_absmax", "offset")  # of a matrix: 4 bytes for 16384 weights, which every rank keeps
+
+
+@dataclass(frozen=True)
+class NF4Codec:
+    """NF4 in blocks of 64; ``double``: the scales are quantised too."""
+
+    double: bool = True
+    name: ClassVar[str] = "nf4"
+
+    def empty(self, shape: tuple[int, ...], device: torch.device | str | None) -> NF4Tensors:
+        """Uninitialised storage for a parameter of ``shape``."""
+        *experts, rows, columns = shape
+        count = rows * columns
+        blocks = -(count // -BLOCK)
+        packed = (rows, columns // 2) if columns % 2 == 0 else (-(count // -2), 1)
+        absmax = (rows, columns // BLOCK) if columns % BLOCK == 0 else (blocks,)
+
+        def storage(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+            return torch.empty(*experts, *sizes, dtype=dtype, device=device)
+
+        return NF4Tensors(
+            storage(torch.uint8, *packed),
+            storage(torch.uint8 if self.double else torch.int32, *absmax),
+            storage(torch.int32, -(blocks // -NESTED_BLOCK)) if self.double else None,
+            storage(torch.int32, 1) if self.double else None,
+            tuple(shape),
         )
-        return flat[first - aligned :].view(-1, columns)
 
+    def nbytes(self, shape: tuple[int, ...], stored: torch.dtype) -> int:
+        """Bytes of codes and scales."""
+        return self.empty(shape, "meta").nbytes
 
-def storage_shapes(rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shapes of ``packed`` and ``absmax``, and the number of nested scales, of a [rows, columns] matrix."""
-    count = rows * columns
-    blocks = -(count // -BLOCK)
-    packed = (rows, columns // 2) if columns % 2 == 0 else (-(count // -2), 1)
-    absmax = (rows, columns // BLOCK) if columns % BLOCK == 0 else (blocks,)
-    return packed, absmax, -(blocks // -NESTED_BLOCK)
+    def scratch_bytes(self, shape: tuple[int, ...], stored: torch.dtype) -> int:
+        """Bytes of the float32 scales of one matrix and two copies of them."""
+        return 3 * (shape[-2] * shape[-1] // BLOCK) * 4
+
+    def encode(self, weight: torch.Tensor) -> NF4Tensors:
+        """Quantise ``weight`` (any float dtype, any strides): each expert gives the bits that it gives by itself."""
+        weight = weight.detach()
+        if weight.ndim == 2:
+            return quantize_nf4(weight if weight.dtype.itemsize <= 4 else weight.float(), self.double)
+        stacked = self.empty(tuple(weight.shape), weight.device)
+        for index, matrix in enumerate(weight):
+            for name, tensor in self.encode(matrix).tensors().items():
+                getattr(stacked, name)[index] = tensor
+        return stacked
+
+    def gather(self, shards: list[dict[str, torch.Tensor]], shape: tuple[int, ...]) -> NF4Tensors:
+        """Join the shards of all ranks: the same bytes as before `NF4Tensors.shard`."""
+        whole = () if len(shape) == 3 else _WHOLE
+        parts = {
+            name: tensor if name in whole else torch.cat([shard[name] for shard in shards])
+            for name, tensor in shards[0].items()
+        }
+        return _from_tensors(parts, tuple(shape))
+
+    def merge_source(self, weight: torch.Tensor) -> NF4Tensors:
+        """The quantised weight, which the adapter was trained over."""
+        return self.encode(weight)
 
 
 def quantize_nf4(weight: torch.Tensor, double: bool = True) -> NF4Tensors:
@@ -81,8 +170,7 @@ def quantize_nf4(weight: torch.Tensor, double: bool = True) -> NF4Tensors:
 
     Any number of elements works: the last block's scale is taken over its real elements alone.
     """
-    rows, columns = weight.shape
-    packed_shape, absmax_shape, _ = storage_shapes(rows, columns)
+    like = NF4Codec(double).empty(tuple(weight.shape), "meta")
     packed, absmax = _codes_and_scales(weight.detach().contiguous().reshape(-1))
     nested = offset = None
     if double:
@@ -91,7 +179,7 @@ def quantize_nf4(weight: torch.Tensor, double: bool = True) -> NF4Tensors:
         nested, offset = state.absmax.view(torch.int32), offset.reshape(1).view(torch.int32)
     else:
         absmax = absmax.view(torch.int32)
-    return NF4Tensors(packed.view(packed_shape), absmax.view(absmax_shape), nested, offset, (rows, columns))
+    return NF4Tensors(packed.view(like.packed.shape), absmax.view(like.absmax.shape), nested, offset, like.shape)
 
 
 def _codes_and_scales(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,12 +208,7 @@ def dequantize_nf4(nf4: NF4Tensors, dtype: torch.dtype = torch.float32) -> torch
     return nf4.dequantize_rows(0, nf4.shape[0], dtype)
 
 
-def dequantize_rows(nf4: NF4Tensors, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows ``start`` to ``stop`` of the dense matrix; see `NF4Tensors.dequantize_rows`."""
-    return nf4.dequantize_rows(start, stop, dtype)
-
-
-class NF4Linear(nn.Linear):
+class NF4Linear(nn.Linear, EncodedModule):
     """A frozen linear layer whose weight is NF4. `nn.Linear` in name and sizes, so PEFT injects into it as it is.
 
     ``weight`` holds the packed codes and ``absmax`` the scales: both frozen Parameters whose dim 0 is the output row
@@ -133,6 +216,8 @@ class NF4Linear(nn.Linear):
     bytes for 16384 weights, are buffers. The dense matrix exists only inside forward and backward.
     """
 
+    codec: NF4Codec
+    encoded_parts = {"weight": ("weight", "absmax", "nested_absmax", "offset")}  # noqa: RUF012
     absmax: nn.Parameter
     nested_absmax: torch.Tensor | None
     offset: torch.Tensor | None
@@ -147,15 +232,10 @@ class NF4Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """``dtype`` is that of the bias. Codes and scales start undefined: fill them with `quantize_`."""
+        """``dtype`` is that of the bias. Codes and scales start undefined: fill them with `encode_`."""
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.double_quant = in_features, out_features, double
-        packed, absmax, nested = storage_shapes(out_features, in_features)
-        stored = torch.uint8 if double else torch.int32
-        self.weight = nn.Parameter(torch.empty(packed, dtype=torch.uint8, device=device), requires_grad=False)
-        self.absmax = nn.Parameter(torch.empty(absmax, dtype=stored, device=device), requires_grad=False)
-        self.register_buffer("nested_absmax", torch.empty(nested, dtype=torch.int32, device=device) if double else None)
-        self.register_buffer("offset", torch.empty(1, dtype=torch.int32, device=device) if double else None)
+        self.in_features, self.out_features, self.codec = in_features, out_features, NF4Codec(double)
+        self._store(self.codec.empty((out_features, in_features), device))
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
         else:
@@ -166,20 +246,22 @@ class NF4Linear(nn.Linear):
         """Quantise an ordinary linear layer. The bias Parameter is taken over."""
         new = cls(linear.in_features, linear.out_features, bias=False, double=double, device="meta")
         new.bias = linear.bias
-        new.quantize_(linear.weight)
+        new.encode_("weight", linear.weight)
         return new.train(linear.training)
 
-    def quantize_(self, weight: torch.Tensor) -> None:
+    def encode_(self, part: str, weight: torch.Tensor) -> None:
         """Replace the stored matrix by ``weight`` [out_features, in_features], quantised where ``weight`` lies."""
         if tuple(weight.shape) != (self.out_features, self.in_features):
             raise ValueError(f"weight is {tuple(weight.shape)}, expected {(self.out_features, self.in_features)}")
-        nf4 = quantize_nf4(weight, self.double_quant)
+        self._store(self.codec.encode(weight))
+
+    def _store(self, nf4: NF4Tensors) -> None:
         self.weight = nn.Parameter(nf4.packed, requires_grad=False)
         self.absmax = nn.Parameter(nf4.absmax, requires_grad=False)
-        self.nested_absmax, self.offset = nf4.nested_absmax, nf4.offset
+        self.register_buffer("nested_absmax", nf4.nested_absmax)
+        self.register_buffer("offset", nf4.offset)
 
-    @property
-    def nf4(self) -> NF4Tensors:
+    def encoded(self, part: str = "weight") -> NF4Tensors:
         """The stored tensors (references, no copies)."""
         return NF4Tensors(
             self.weight, self.absmax, self.nested_absmax, self.offset, (self.out_features, self.in_features)
@@ -192,7 +274,7 @@ class NF4Linear(nn.Linear):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The dense weight [out_features, in_features]."""
-        return dequantize_nf4(self.nf4, dtype)
+        return dequantize_nf4(self.encoded(), dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input [..., in_features] -> [..., out_features] in the input's dtype (or autocast's)."""
@@ -205,11 +287,11 @@ class NF4Linear(nn.Linear):
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def extra_repr(self) -> str:
-        bits = "4-bit NF4, double quantised" if self.double_quant else "4-bit NF4"
+        bits = "4-bit NF4, double quantised" if self.codec.double else "4-bit NF4"
         return f"{super().extra_repr()}, {bits}"
 
 
-def _row_blocks(shape: tuple[int, int], dtype: torch.dtype, block_bytes: int = _WIDENED_BYTES) -> list[tuple[int, int]]:
+def _row_blocks(shape: tuple[int, ...], dtype: torch.dtype, block_bytes: int = _WIDENED_BYTES) -> list[tuple[int, int]]:
     rows, columns = shape
     step = max(BLOCK, block_bytes // (columns * dtype.itemsize) // BLOCK * BLOCK)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -7,6 +7,7 @@ that the tables, which are real tensors, never meet a fake one.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from bitsandbytes import functional as bnb
@@ -85,10 +86,9 @@ def quantize_blocks(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 _library = torch.library.Library("frugal", "FRAGMENT")
-_library.define(
-    "nf4_dequantize(Tensor packed, Tensor absmax, Tensor? nested_absmax, Tensor? offset, int start, int stop, "
-    "ScalarType dtype) -> Tensor"
-)
+_STORED = "Tensor packed, Tensor absmax, Tensor? nested_absmax, Tensor? offset, int start"
+_library.define(f"nf4_dequantize({_STORED}, int stop, ScalarType dtype) -> Tensor")
+_library.define(f"nf4_dequantize_into({_STORED}, Tensor(a!) out) -> ()")
 
 
 def _dequantize(
@@ -107,12 +107,31 @@ def _dequantize(
     if packed.device.type != "cpu" or (count % 2 == 0 and _bitsandbytes_is_faster()):
         flat: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, scales, BLOCK, "nf4", [count], dtype)
         return flat.reshape(-1)
-    return _gather(codes, scales, count, dtype)
+    return _gather(codes, scales, torch.empty(count, dtype=dtype))
 
 
-def _gather(codes: torch.Tensor, scales: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+def _dequantize_into(
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    nested_absmax: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    start: int,
+    out: torch.Tensor,
+) -> None:
+    """The elements from ``start`` (a multiple of 64) on, as many as contiguous ``out`` takes, written to it."""
+    count = out.numel()
+    stop = start + count
+    scales = block_scales(absmax, nested_absmax, offset, start // BLOCK, -(stop // -BLOCK))
+    codes = packed.reshape(-1)[start // 2 : -(stop // -2)]
+    if packed.device.type == "cpu":
+        _gather(codes, scales, out.view(-1))
+    else:
+        torch.ops.bitsandbytes.dequantize_4bit.out(codes, scales, BLOCK, "nf4", [count], out.dtype, out=out.view(-1))
+
+
+def _gather(codes: torch.Tensor, scales: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """CPU: two values a byte from the pair table, scaled in float32, then cast; same numbers as bitsandbytes."""
-    table, result = pair_table(), torch.empty(count, dtype=dtype)
+    table, count, dtype = pair_table(), result.numel(), result.dtype
     for first in range(0, codes.numel(), _CPU_STEP):
         last = min(first + _CPU_STEP, codes.numel())
         begin, end, blocks = 2 * first, min(2 * last, count), -((last - first) // -(BLOCK // 2))
@@ -126,20 +145,15 @@ def _gather(codes: torch.Tensor, scales: torch.Tensor, count: int, dtype: torch.
     return result
 
 
-_library.impl("nf4_dequantize", _dequantize, "CPU")
-_library.impl("nf4_dequantize", _dequantize, "CUDA")
+for _key in ("CPU", "CUDA"):
+    _library.impl("nf4_dequantize", _dequantize, _key)
+    _library.impl("nf4_dequantize_into", _dequantize_into, _key)
 
 
-def _dequantize_fake(
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    nested_absmax: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    start: int,
-    stop: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return packed.new_empty(stop - start, dtype=dtype)
+def _dequantize_fake(packed: torch.Tensor, *stored: Any) -> torch.Tensor:
+    *_, start, stop, dtype = stored
+    return packed.new_empty((stop - start,), dtype=dtype)
 
 
 torch.library.register_fake("frugal::nf4_dequantize", _dequantize_fake, lib=_library)
+torch.library.register_fake("frugal::nf4_dequantize_into", lambda *stored: None, lib=_library)

@@ -31,9 +31,16 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from frugal.adapters import adapter_state
-from frugal.distributed.blockwise import part_of_state, whole_state
-from frugal.distributed.optimizer_state import OptimizerState, Tensors, load_optimizer_state, optimizer_state
-from frugal.distributed.strategy import MakeOptimizer, Strategy, digest
+from frugal.distributed.group import digest
+from frugal.distributed.optimizer_state import (
+    OptimizerState,
+    Tensors,
+    load_optimizer_state,
+    optimizer_state,
+    part_of_state,
+    whole_state,
+)
+from frugal.distributed.strategy import KINDS, MakeOptimizer, Strategy
 from frugal.distributed.tensors import fill, local, total_norm, whole
 from frugal.model_structure import decoder_layers
 
@@ -81,23 +88,30 @@ class FullyShard(Strategy):
         return self.shard_base
 
     @property
+    def sharded_kinds(self) -> tuple[str, ...]:
+        return KINDS if self.shard_base else ("trained",)
+
+    @property
     def gradients_wait(self) -> bool:
         return not self.shard_base
 
+    def is_wrapped(self, wrapped: nn.Module) -> bool:
+        return isinstance(wrapped, FSDPModule)
+
     # ---- before the first step ---------------------------------------------------------------------------------------
 
-    def take_layer(self, name: str, layer: nn.Module) -> None:
+    def shard_layer(self, layer: nn.Module) -> None:
         if not isinstance(layer, FSDPModule):
             self._unit(layer)
 
     def prepare(self, module: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
-        """Shard what `take_layer` was not given yet, then build the optimizer over the shards.
+        """Shard what `take_layer` was not given, then build the optimizer over the shards.
 
         Nobody may hold the former parameters afterwards: their memory is free when the last reference goes.
         """
         layers: list[Any] = list(decoder_layers(module).values())
         for layer in layers:
-            self.take_layer("", layer)
+            self.shard_layer(layer)
         embedding, head = own_units(module) if self.shard_base else (None, None)
         for table in (embedding, head):
             if table is not None:
@@ -157,7 +171,7 @@ class FullyShard(Strategy):
         wrapped.set_reshard_after_backward(last, recurse=not self.reshard)
         yield
 
-    def norm_and_clip(self, optimizer: Optimizer, max_norm: float, scaler: torch.amp.GradScaler) -> float | None:
+    def norm_and_clip(self, optimizer: Optimizer, max_norm: float, scaler: torch.amp.GradScaler) -> float:
         scaler.unscale_(optimizer)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = total_norm(gradients, self.device)

@@ -1,8 +1,9 @@
-"""Several processes as one: what one rank meets, all of them raise; nobody waits for a rank that has left.
+"""Rank primitives: rank and world size, objects and errors between processes, and who was lost when one ends.
 
-Python objects go through a gloo group of their own on the host, never through the group that carries gradients: they
-need no GPU memory, and NCCL's operations cannot be waited for with a message. `gather` and `on_first` wait as long as
-all processes live (roster.py); only then the operation itself begins, which is a matter of milliseconds.
+Python objects go through a gloo group on the host, never through the group that carries gradients: they need no GPU
+memory, and its operations end at once when the connection to another process closes, which the kernel does when that
+process ends, however it ends. A process that is slow is waited for (`HOST_TIMEOUT`); nothing counts heartbeats
+(docs/decisions/0013).
 """
 
 from __future__ import annotations
@@ -10,32 +11,99 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import os
 import re
-from collections.abc import Callable, Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from frugal.distributed.rendezvous import Roster
 from frugal.errors import FrugalError, ProcessLost, UnsupportedError
 
-HOST_TIMEOUT = datetime.timedelta(seconds=60)
-"""Of one operation of the host group, which all processes have reached already."""
+HOST_TIMEOUT = datetime.timedelta(days=1)
+"""Of one operation of the host group, the wait for a slow process included. Ends the wait for a machine that lost its
+power; within a step `distributed.ddp_timeout` of the gradients' group does so earlier."""
+GRACE_SECONDS = 5.0
+"""After a failed operation: how long the other processes have to tell what they met."""
 
 _BROKEN = re.compile(r"gloo|NCCL|ProcessGroup|[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out")
+_WAY_ON = "This process stops too. Go on from the newest complete checkpoint with --resume."
+_NONE = torch.iinfo(torch.int64).min
+
+
+@dataclass(frozen=True)
+class _Process:
+    host: str
+    pid: int
+    namespace: int
+    """In which `pid` means something."""
 
 
 @dataclass
 class _Host:
+    """The host group of one process group, and a store in which a process writes why it stops."""
+
     world: ProcessGroup
     group: ProcessGroup
-    roster: Roster
+    store: Store
+    processes: list[_Process]
+
+    def name(self, rank: int) -> str:
+        """`process 1 of 2 (pid 4711 on gpu-b)`"""
+        process = self.processes[rank]
+        return f"process {rank} of {len(self.processes)} (pid {process.pid} on {process.host})"
+
+    def stops(self, error: BaseException) -> None:
+        """Tell the others why this process stops."""
+        with contextlib.suppress(torch.distributed.DistError):  # the store ended with its process: nobody reads it
+            self.store.set(f"stopped/{rank()}", f"{type(error).__name__}: {_first_line(error)}")
+
+    def explain(self, error: BaseException) -> str:
+        """Whose fault a failed operation is: which process ended, stopped with an error, or did not take part."""
+        others = [other for other in range(len(self.processes)) if other != rank()]
+        deadline = time.monotonic() + GRACE_SECONDS
+        try:
+            self.store.set(f"failed/{rank()}", "")
+            while True:
+                for other in others:
+                    if self.store.check([f"stopped/{other}"]):
+                        reason = self.store.get(f"stopped/{other}").decode()
+                        return f"{self.name(other)} has stopped: {reason}. {_WAY_ON}"
+                silent = [other for other in others if not self.store.check([f"failed/{other}"])]
+                ended = [other for other in silent if self._ended(other)]
+                if ended:
+                    return f"{self.name(ended[0])} has ended (killed, or out of host memory). {_WAY_ON}"
+                if not silent or time.monotonic() > deadline:
+                    break
+                time.sleep(0.1)
+        except torch.distributed.DistError as second:
+            keeper = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else self.name(0)
+            return f"the connection to {keeper} is lost ({_first_line(second)}). {_WAY_ON}"
+        whose = f"did not answer: {', '.join(map(self.name, silent))}" if silent else "it failed on all of them"
+        return f"an operation that all processes share failed ({_first_line(error)}); {whose}. {_WAY_ON}"
+
+    def _ended(self, other: int) -> bool:
+        """Whether another process of this machine is gone; False for one that cannot be looked up."""
+        mine, process = self.processes[rank()], self.processes[other]
+        if (process.host, process.namespace) != (mine.host, mine.namespace):
+            return False
+        try:
+            return bool(psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.AccessDenied:  # it is there, and another user's
+            return False
 
 
 _host: list[_Host] = []  # at most one: that of the process group that is there now
+_made = 0  # host groups so far, the same number on every rank
 
 
 def world_size() -> int:
@@ -54,20 +122,32 @@ def _together() -> bool:
 
 def _on_host() -> _Host:
     """The host group of the present process group. Every rank calls this at the same time."""
+    global _made
     world = torch.distributed.group.WORLD
     assert world is not None
     if _host and _host[0].world is not world:
-        _forget()
+        _host.clear()
     if not _host:
+        _made += 1
         group = torch.distributed.new_group(backend="gloo", timeout=HOST_TIMEOUT)
-        store = torch.distributed.distributed_c10d._get_default_store()
-        _host.append(_Host(world, group, Roster(store, rank(), world_size())))
+        store = PrefixStore(f"frugal/{_made}", torch.distributed.distributed_c10d._get_default_store())
+        try:
+            namespace = Path("/proc/self/ns/pid").stat().st_ino
+        except OSError:  # not Linux
+            namespace = 0
+        processes: list[Any] = [None] * world_size()
+        torch.distributed.all_gather_object(
+            processes, _Process(socket.gethostname(), os.getpid(), namespace), group=group
+        )
+        _host.append(_Host(world, group, store, processes))
     return _host[0]
 
 
-def _forget() -> None:
+def _close() -> None:
+    """Close this process's connections of the host group: who waits for it learns so, while this process lives on."""
     for host in _host:
-        host.roster.close()
+        if host.world is torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(host.group)
     _host.clear()
 
 
@@ -75,111 +155,118 @@ def leave() -> None:
     """Take the process group down after a run that went well; nothing without one."""
     if _together():
         meet()
-        _forget()
+        _host.clear()
         torch.distributed.destroy_process_group()
-
-
-def meet() -> None:
-    """Return when every rank has called this, however long one takes; ProcessLost when one ends before."""
-    if _together():
-        _on_host().roster.meet()
 
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
     """Around a run: an operation that failed because of another process becomes ProcessLost, which names it.
 
-    A rank that leaves with an error of its own tells the others, who then say so instead of waiting.
+    A process that leaves with an error of its own tells the others, who then quote it instead of waiting.
     """
     try:
         yield
-    except ProcessLost:
-        raise
     except BaseException as error:
         host = _host[0] if _together() and _host and _host[0].world is torch.distributed.group.WORLD else None
-        if host is not None and isinstance(error, RuntimeError) and _collective(error):
-            raise ProcessLost(host.roster.explain(error)) from error
-        if host is not None:
-            host.roster.leaving(error)
-        raise
+        lost = host is not None and isinstance(error, RuntimeError) and _collective(error)
+        try:
+            if host is not None and lost:
+                raise ProcessLost(host.explain(error)) from error
+            if host is not None and not isinstance(error, ProcessLost):
+                host.stops(error)
+            raise
+        finally:
+            _close()
 
 
 def _collective(error: RuntimeError) -> bool:
     return isinstance(error, torch.distributed.DistError) or bool(_BROKEN.search(str(error)))
 
 
+@contextlib.contextmanager
+def _operation() -> Iterator[_Host]:
+    """Around an operation of the host group: its failure becomes ProcessLost."""
+    host = _on_host()
+    try:
+        yield host
+    except RuntimeError as error:
+        raise ProcessLost(host.explain(error)) from error
+
+
+def meet() -> None:
+    """Return when every rank has called this. Raises ProcessLost when one ends, or stops with an error, before."""
+    if _together():
+        with _operation() as host:
+            torch.distributed.barrier(group=host.group)
+
+
 def gather(value: Any) -> list[Any]:
     """Every rank's ``value``, in order of rank."""
     if not _together():
         return [value]
-    meet()
-    return _gather(value)
-
-
-def _gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * world_size()
-    host = _on_host()
-    try:
+    with _operation() as host:
         torch.distributed.all_gather_object(values, value, group=host.group)
-    except RuntimeError as error:
-        raise ProcessLost(host.roster.explain(error)) from error
     return values
 
 
 def on_first(action: Callable[[], Any]) -> Any:
-    """Run ``action`` on rank 0 and give its result to all; an error there is raised on every rank.
-
-    The others wait for it as long as rank 0 lives.
-    """
+    """Run ``action`` on rank 0 and give its result to all; an error there is raised on every rank."""
     if not _together():
         return action()
-    outcome: list[Any] = [None, None]
-    host = _on_host()
+    _on_host()  # before the action: the others wait in this group, whose connections tell of this process's end
+    failure: Exception | None = None
+    shared: list[Any] = [None, None]
     if rank() == 0:
         try:
-            outcome = [action(), None]
+            shared = [action(), None]
         except Exception as error:
-            outcome = [None, error]
-    host.roster.meet()
-    shared = [outcome if outcome[1] is None else [None, _plain(outcome[1])]]
-    try:
+            failure = error
+            # ours can be sent as they are, others by their text
+            plain = (
+                error if isinstance(error, FrugalError) else RuntimeError(f"rank 0: {type(error).__name__}: {error}")
+            )
+            shared = [None, plain]
+    with _operation() as host:
         torch.distributed.broadcast_object_list(shared, src=0, group=host.group)
-    except RuntimeError as error:
-        raise ProcessLost(host.roster.explain(error)) from error
-    result, failure = shared[0]
-    if failure is not None:
-        raise outcome[1] if rank() == 0 else failure
-    return result
-
-
-def _plain(error: Exception) -> Exception:
-    """An error that can be sent: ours as they are, others by their text."""
-    return error if isinstance(error, FrugalError) else RuntimeError(f"rank 0: {type(error).__name__}: {error}")
+    if shared[1] is not None:
+        raise failure or shared[1]
+    return shared[0]
 
 
 def any_rank(value: int | None) -> int | None:
     """The highest value of all ranks, None when all are None. Every rank calls this at the same time, once a step."""
     if not _together():
         return value
-    found = [item for item in _gather(value) if item is not None]
-    return max(found) if found else None
+    highest = torch.tensor([_NONE if value is None else value], dtype=torch.int64)
+    with _operation() as host:
+        torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX, group=host.group)
+    return None if int(highest) == _NONE else int(highest)
 
 
-def check_same(parameters: dict[str, nn.Parameter]) -> None:
-    """Raise when a trained tensor differs between ranks: each would train, and save, an adapter of its own."""
-    if not _together():
-        return
-    digests = {name: _digest(parameter) for name, parameter in parameters.items()}
-    first = gather(digests)[0]
-    bad = [name for name in first.keys() | digests.keys() if first.get(name) != digests.get(name)]
-    for found in gather(sorted(bad)):
-        if found:
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes."""
+    flat = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def compare(digests: Mapping[str, str], when: str) -> None:
+    """Raise UnsupportedError on every rank, naming the first, when a tensor's `digest` differs between ranks.
+
+    Each would train, and save, an adapter of its own. Every rank calls this at the same time.
+    """
+    everyone = gather(dict(digests))
+    first = everyone[0]
+    for number, other in enumerate(everyone):
+        unlike = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+        if unlike:
             raise UnsupportedError(
-                f"{len(found)} trained tensors differ between the processes, the first is {found[0]}. "
-                "All processes must start from the same seed, versions and base model."
+                f"{when}, {len(unlike)} trained tensors of process {number} differ from those of process 0, the first "
+                f"is {unlike[0]}. All processes must start from the same seed, versions and base model, and compute "
+                "alike."
             )
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0][:500]

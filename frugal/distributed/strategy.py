@@ -1,4 +1,4 @@
-"""How several processes share one run: the loop's view of one process, DDP, FSDP2 and DeepSpeed.
+"""How several processes share one run: the interface, and the strategies that shard nothing (one process, DDP).
 
 The loop knows no engine. It asks its strategy to wrap the module and to build the optimizer, to go backward, to clip
 and to step; saving asks it for whole tensors. What a strategy shards it hands out whole, tensor by tensor, so that
@@ -10,11 +10,10 @@ Every method is called by all ranks at the same time (it may communicate) unless
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from peft import PeftModel
@@ -23,11 +22,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from frugal.adapters import adapter_state
+from frugal.distributed import group as ranks
+from frugal.distributed.group import digest
+from frugal.distributed.launch import Engine, Launch
 from frugal.distributed.optimizer_state import OptimizerState, load_optimizer_state, optimizer_state
 from frugal.distributed.tensors import local
 
 T = TypeVar("T")
 MakeOptimizer = Callable[[], Optimizer]
+KINDS = ("nf4", "base", "trained")
+"""Kinds of parameters: 4-bit storage, other frozen ones, trained ones."""
 
 
 class Strategy(ABC):
@@ -37,6 +41,11 @@ class Strategy(ABC):
     name: str
     sharded: bool = False
     """Whether parameters of the model are cut: outside `inside` nothing may compute with them."""
+
+    engine_steps: bool = False
+    """Whether an engine steps parameters of its own instead of those in the optimizer's groups."""
+    offload: bool = False
+    """Whether shards of parameters rest in host memory between their uses."""
 
     @property
     def cuts_base(self) -> bool:
@@ -50,14 +59,27 @@ class Strategy(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        together = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.world_size = torch.distributed.get_world_size() if together else 1
-        self.rank = torch.distributed.get_rank() if together else 0
+        self.world_size, self.rank = ranks.world_size(), ranks.rank()
+        self._digests: dict[str, str] = {}  # of what is trained in the layers that were taken
 
     # ---- before the first step ---------------------------------------------------------------------------------------
 
-    def take_layer(self, name: str, layer: nn.Module) -> None:  # noqa: B027  (only what cuts the base takes any)
+    def take_layer(self, name: str, layer: nn.Module) -> None:
         """Take over a decoder layer that was just loaded, before the next one is: only this rank's part stays."""
+        trained = {key: p for key, p in layer.named_parameters() if p.requires_grad}
+        self._digests.update({f"{name}.{key}": digest(parameter) for key, parameter in trained.items()})
+        self.shard_layer(layer)
+
+    def shard_layer(self, layer: nn.Module) -> None:  # noqa: B027  (only what cuts the base has something to do)
+        """Cut a decoder layer, once."""
+
+    def compare_start(self, model: nn.Module) -> None:
+        """Raise UnsupportedError on every rank when a trained tensor starts differently on one. Before `prepare`."""
+        if self.world_size == 1:
+            return
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        found = {name: digest(p) for name, p in trained.items() if name not in self._digests}
+        ranks.compare({**found, **self._digests}, "before the first step")
 
     @abstractmethod
     def prepare(self, module: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
@@ -70,34 +92,47 @@ class Strategy(ABC):
     def close(self) -> None:  # noqa: B027  (most leave nothing behind)
         """The run is over, or failed: take off what the engine put on the model. Not collective."""
 
-    # ---- one step ----------------------------------------------------------------------------------------------------
+    # ---- what `sanity_checks.preflight` asks -------------------------------------------------------------------------
 
     @property
-    def loss_factor(self) -> float:
-        """What the loop multiplies the window's token-mean loss by: undoes the engine's average over ranks."""
-        return float(self.world_size)
+    def sharded_kinds(self) -> tuple[str, ...]:
+        """Which of `KINDS` must be cut over the ranks."""
+        return ()
+
+    @abstractmethod
+    def is_wrapped(self, wrapped: nn.Module) -> bool:
+        """Whether ``wrapped`` is what `prepare` makes, whose gradients are reduced."""
+
+    def shard_sizes(self, parameter: nn.Parameter) -> tuple[int, int, int]:
+        """Elements of a parameter: (on this rank, of the full tensor, of an even share in whole rows)."""
+        numel, world = parameter.numel(), self.world_size
+        # a dimension that does not divide is cut in chunks of ceil(size / world) rows
+        shares = [-(-extent // world) * (numel // extent) for extent in parameter.shape if extent]
+        return local(parameter).numel(), numel, max(shares, default=numel)
+
+    def check_clipping(self, max_grad_norm: float) -> None:  # noqa: B027  (only an engine has a setting of its own)
+        """Raise UnsupportedError when gradients would be clipped at another norm."""
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
 
     def accumulating(self, wrapped: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch: gradients are reduced once, with the ``last`` of a window."""
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor, scaler: torch.amp.GradScaler) -> None:
-        """Gradients of one micro-batch's loss (already multiplied by its factor), added to those that are there."""
+        """Gradients of one micro-batch's loss, added to those that are there. Reducing them averages over ranks."""
         scaler.scale(loss).backward()
 
-    def norm_and_clip(self, optimizer: Optimizer, max_norm: float, scaler: torch.amp.GradScaler) -> float | None:
-        """Global L2 norm of the window's gradients before clipping; clips them where ``max_norm`` > 0.
-
-        None: the engine clips inside its step, which then gives the norm.
-        """
+    def norm_and_clip(self, optimizer: Optimizer, max_norm: float, scaler: torch.amp.GradScaler) -> float:
+        """Global L2 norm of the step's gradients before clipping; they are clipped, at the latest in `step`, where
+        ``max_norm`` > 0."""
         scaler.unscale_(optimizer)
         return clip(optimizer, max_norm)
 
-    def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> float | None:
-        """Update the parameters; gives the norm where `norm_and_clip` could not."""
+    def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Update the parameters."""
         scaler.step(optimizer)
         scaler.update()
-        return None
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Drop all gradients."""
@@ -171,6 +206,9 @@ class OneProcess(Strategy):
 
     name = "one process"
 
+    def is_wrapped(self, wrapped: nn.Module) -> bool:
+        return True
+
     def prepare(self, module: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         return module, make_optimizer()
 
@@ -179,6 +217,9 @@ class DataParallel(Strategy):
     """torch's DistributedDataParallel: everything on every rank, gradients averaged."""
 
     name = "ddp"
+
+    def is_wrapped(self, wrapped: nn.Module) -> bool:
+        return isinstance(wrapped, DistributedDataParallel)
 
     def prepare(self, module: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         """Trained tensors must be equal already: nothing is sent at the start, least of all the frozen base."""
@@ -198,10 +239,56 @@ class DataParallel(Strategy):
         return wrapped.no_sync()
 
 
+def make_strategy(
+    engine: Engine | None,
+    device: torch.device,
+    launch: Launch,
+    *,
+    shard_base: bool,
+    offload: bool | Literal["auto"],
+    micro_batch: int,
+    accumulation: int,
+    max_grad_norm: float,
+) -> Strategy:
+    """Make the strategy of an engine (None: one process), and import what it needs.
+
+    Args:
+        shard_base: whether the frozen base is cut too, where ``engine`` leaves that open (fsdp2).
+        offload: whether shards rest in host memory; "auto": as the launcher's configuration says.
+        micro_batch: rows of a micro-batch on each rank.
+        accumulation: micro-batches of an optimizer step on each rank.
+        max_grad_norm: 0: no clipping.
+
+    Raises:
+        UnsupportedError: the engine cannot run here. ConfigError: the launcher's configuration contradicts the run's.
+    """
+    if engine is None or engine == "ddp":
+        return replicated(device)
+    if engine == "fsdp2":
+        from frugal.distributed.fsdp2 import FullyShard
+
+        return FullyShard(
+            device,
+            shard_base=shard_base,
+            offload=launch.offload if offload == "auto" else offload,
+            # accelerate's default is true; only false was somebody's choice
+            reshard_after_forward=False if launch.reshard_after_forward is False else None,
+        )
+    from frugal.distributed.zero.engine import make_zero
+
+    return make_zero(
+        int(engine[-1]),
+        device,
+        offload=offload,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        max_grad_norm=max_grad_norm,
+    )
+
+
 def replicated(device: torch.device) -> Strategy:
     """The strategy that shards nothing, for as many processes as there are."""
-    one = OneProcess(device)
-    return one if one.world_size == 1 else DataParallel(device)
+    return OneProcess(device) if ranks.world_size() == 1 else DataParallel(device)
 
 
 def clip(optimizer: Optimizer, max_norm: float) -> float:
@@ -216,9 +303,3 @@ def clip(optimizer: Optimizer, max_norm: float) -> float:
 
 def _copy(tensor: Tensor) -> Tensor:
     return local(tensor.detach()).to("cpu", copy=True)
-
-
-def digest(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's bytes."""
-    flat = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from frugal.distributed import group as ranks
+
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds: the shard of a sharded tensor (maybe without elements), else the tensor. No copy."""
@@ -64,17 +66,17 @@ def total_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
         if part.numel():
             norm = torch.linalg.vector_norm(part, dtype=torch.float32)
             squares[0 if isinstance(gradient, DTensor) else 1] += norm.to(device).square()
-    if dist.is_initialized():
+    if ranks.world_size() > 1:
         dist.all_reduce(squares[:1])
     return squares.sum().sqrt()
 
 
 def gather_parts(part: Tensor, device: torch.device) -> list[Tensor]:
     """Every rank's ``part`` (one dim, any lengths, one dtype), in order of rank, on ``device``. A collective."""
-    if not dist.is_initialized():
+    if ranks.world_size() == 1:
         return [part.to(device)]
     mine = part.detach().to(device).contiguous()
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks.world_size())]
     dist.all_gather(lengths, torch.tensor([mine.numel()], dtype=torch.int64, device=device))
     counts = [int(length) for length in lengths]
     padded = mine.new_zeros(max(counts))

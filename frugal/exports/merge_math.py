@@ -13,7 +13,7 @@ from math import sqrt
 
 import torch
 
-from frugal.codecs.nf4 import NF4Tensors, quantize_nf4
+from frugal.codecs import CODECS, EncodedWeight
 from frugal.tensor_files import StoredTensor
 
 ROW_BYTES = 1 << 20
@@ -139,7 +139,7 @@ class Maker:
             return
         held = None
         if plan.quantized and (self.dequantized or self.measure):
-            held = quantize_nf4(plan.stored.read(), double=self.double_quant)
+            held = CODECS["nf4"](torch.float32, self.double_quant).merge_source(plan.stored.read())
         base = held if self.dequantized else None
         lora = _Applied(plan.update, plan.stored, base) if plan.update is not None else None
         for start, block in plan.stored.blocks(ROW_BYTES):
@@ -160,7 +160,7 @@ class Maker:
 class _Applied:
     """A LoRA update with its matrices read: A [r, in], B [out, r] in fp32."""
 
-    def __init__(self, update: LoraUpdate, stored: StoredTensor, base: NF4Tensors | None) -> None:
+    def __init__(self, update: LoraUpdate, stored: StoredTensor, base: EncodedWeight | None) -> None:
         self.update = update
         self.a, self.b = update.a.read().float(), update.b.read().float()
         self.magnitude = update.magnitude.read().float().flatten() if update.magnitude is not None else None
@@ -188,7 +188,7 @@ class _Applied:
         return result * (self.magnitude[rows] / norm).unsqueeze(1)
 
 
-def _dense(base: NF4Tensors, rows: slice) -> torch.Tensor:
+def _dense(base: EncodedWeight, rows: slice) -> torch.Tensor:
     dense: torch.Tensor = base.dequantize_rows(rows.start, rows.stop, torch.float32)
     return dense
 

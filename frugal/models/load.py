@@ -6,7 +6,7 @@ tensor.
 
 Dtypes. NF4 codes come from the checkpoint's own numbers. What is dense and 16-bit in the checkpoint stays 16-bit: cast
 to the compute dtype where that is a 16-bit one, else (float32 compute) embeddings, head and unquantised linear layers
-keep their bytes and are widened while used (`frugal.codecs.upcast_on_use`), and only vectors (norms, biases) become
+keep their bytes and are widened while used (`frugal.codecs.dense`), and only vectors (norms, biases) become
 float32. A float32 checkpoint is cast to the compute dtype.
 """
 
@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from frugal.codecs.dense import upcast_on_use
 from frugal.codecs.nf4 import NF4Linear
-from frugal.codecs.upcast_on_use import upcast_on_use
 from frugal.errors import ModelError, UnsupportedError
 from frugal.model_structure import decoder_layers, inside, is_tied, table_names
 from frugal.models.materialize import (

@@ -1,6 +1,6 @@
 """What a linear layer is made of at this moment: base weight, bias and the active adapters, read from the modules.
 
-Works on `torch.nn.Linear`, its 16-bit form `UpcastLinear`, `frugal.codecs.nf4.NF4Linear` and PEFT's LoRA layer over
+Works on `torch.nn.Linear`, its 16-bit form `UpcastLinear`, encoded ones (`frugal.codecs`) and PEFT's LoRA layer over
 any of them. Read at every call, because PEFT may switch, disable or merge adapters at any time. What the fused
 operations cannot do is answered with the reason.
 """
@@ -18,8 +18,8 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from frugal.codecs.nf4 import NF4Linear
-from frugal.codecs.upcast_on_use import UpcastLinear
+from frugal.codecs.base import EncodedModule
+from frugal.codecs.dense import UpcastLinear
 from frugal.ops.weights import Weight
 
 
@@ -56,8 +56,8 @@ def lora_weights(module: nn.Module, *, hooks_run: bool = False) -> LoraWeights |
         return _lora_parts(module, hooks_run)
     if not hooks_run and _hooked(module):
         return f"{type(module).__name__} has forward hooks"
-    if isinstance(module, NF4Linear):
-        return LoraWeights(module.nf4, module.bias, ())
+    if isinstance(module, nn.Linear) and isinstance(module, EncodedModule):
+        return LoraWeights(module.encoded("weight"), module.bias, ())
     if isinstance(module, nn.Linear) and own_class(module) in (nn.Linear, UpcastLinear):
         return LoraWeights(module.weight, module.bias, ())
     return f"{type(module).__module__}.{type(module).__name__} is no plain linear layer"

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from frugal.codecs.nf4 import NF4Linear
+from frugal.codecs import DenseCodec, EncodedModule, encoded_parts
 from frugal.model_structure import decoder_layers, inside
 from frugal.tensor_files import StoredTensor
 
 NO_LAYERS = "it has no decoder layers of transformers' kind (GradientCheckpointingLayer)"
-_NF4_PARTS = ("absmax", "nested_absmax", "offset")  # made from the weight, stored in no checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,8 @@ class PendingTensor:
 
     @property
     def quantised(self) -> bool:
-        """Whether the tensor becomes NF4 codes and scales."""
-        return isinstance(self.module, NF4Linear) and self.part == "weight"
+        """Whether the tensor is encoded by its module's codec."""
+        return self.part in encoded_parts(self.module)
 
     def resident(self, compute: torch.dtype) -> torch.dtype:
         """Dtype in memory of a tensor that is not quantised."""
@@ -57,11 +56,7 @@ def _table_ndim(module: nn.Module, ndim: int) -> int:
 
 def resident_dtype(stored: torch.dtype, ndim: int, compute: torch.dtype) -> torch.dtype:
     """Dtype in memory of an unquantised tensor: matrices of 16 bits never become float32, everything else computes."""
-    if not stored.is_floating_point:
-        return stored
-    if ndim >= 2 and stored.itemsize == 2 and compute == torch.float32:
-        return stored
-    return compute
+    return DenseCodec(compute).resident(stored) if ndim >= 2 or not stored.is_floating_point else compute
 
 
 def materialize(tensors: Iterable[PendingTensor], dtype: torch.dtype, device: torch.device) -> None:
@@ -77,8 +72,8 @@ def materialize(tensors: Iterable[PendingTensor], dtype: torch.dtype, device: to
                 handles[entry.file] = stack.enter_context(open(entry.file, "rb", buffering=0))
             tensor = entry.read(handle=handles[entry.file]).to(device)
             if each.quantised:
-                assert isinstance(each.module, NF4Linear)
-                each.module.quantize_(tensor if tensor.dtype.itemsize <= 4 else tensor.float())
+                assert isinstance(each.module, EncodedModule)
+                each.module.encode_(each.part, tensor)
             else:
                 set_tensor(each.module, each.part, tensor.to(each.resident(dtype)))
             del tensor  # else it lives while the next one is read
@@ -180,12 +175,13 @@ class DeferredLayers:
 def defer(model: PreTrainedModel, targets: Mapping[str, StoredTensor], dtype: torch.dtype) -> set[str]:
     """Give tensors of ``model`` that get their values later the dtype that they will have, on the meta device.
 
-    Returns the names that ``targets`` will fill, scales of NF4 layers included.
+    Returns the names that ``targets`` will fill, scales of encoded weights included.
     """
     filled = set(targets)
     for name, each in zip(targets, pending(model, targets), strict=True):
         if each.quantised:
-            filled.update(f"{name.rpartition('.')[0]}.{other}" for other in _NF4_PARTS)
+            owner = name.rpartition(".")[0]
+            filled.update(f"{owner}.{other}" for other in encoded_parts(each.module)[each.part])
         else:
             value = torch.empty(each.entry.shape, dtype=each.resident(dtype), device="meta")
             set_tensor(each.module, each.part, value)
@@ -222,13 +218,10 @@ def set_resident_dtypes(
                 parameter.data = parameter.data.to(resident_dtype(stored, _table_ndim(module, parameter.ndim), compute))
             name = f"{owner}.{part}".removeprefix(".")
             read = dense_bytes.get(name)
-            if read is not None:  # the scales of an NF4 layer come with its weight
-                scales = _scale_bytes(module) if part == "weight" else 0
-                scratch = 3 * (read // stored.itemsize // 64) * 4 if scales else 0
-                tensors.append(LoadedTensor(name, read, scratch, parameter.nbytes + scales))
+            if read is not None and isinstance(module, EncodedModule) and part in module.encoded_parts:
+                encoded = module.encoded(part)  # scales come with their codes
+                scratch = module.codec.scratch_bytes(encoded.shape, stored)
+                tensors.append(LoadedTensor(name, read, scratch, encoded.nbytes))
+            elif read is not None:
+                tensors.append(LoadedTensor(name, read, 0, parameter.nbytes))
     return tensors
-
-
-def _scale_bytes(module: nn.Module) -> int:
-    parts = [getattr(module, name, None) for name in ("absmax", "nested_absmax", "offset")]
-    return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from frugal.assets import weights_note
-from frugal.codecs.nf4 import NF4Linear
+from frugal.codecs.base import EncodedModule, encoded_parts
 from frugal.units import gib
 
 
@@ -105,8 +105,9 @@ def count_bytes(model: nn.Module) -> dict[str, int]:
             if tensor is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            if isinstance(module, NF4Linear) and name != "bias":
-                kind = "nf4 codes" if name == "weight" else "nf4 scales"
+            owner = next((stored for stored in encoded_parts(module).values() if name in stored), None)
+            if owner is not None and isinstance(module, EncodedModule):
+                kind = f"{module.codec.name} {'codes' if name == owner[0] else 'scales'}"
             elif name in module._buffers:
                 kind = "buffers"
             else:
@@ -117,7 +118,7 @@ def count_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Weights of the dense model: an NF4 layer counts in_features x out_features, a tied head once."""
+    """Weights of the dense model: an encoded layer counts those that it stands for, a tied head once."""
     total = 0
     seen: set[int] = set()
     for module in model.modules():
@@ -125,8 +126,8 @@ def count_parameters(model: nn.Module) -> int:
             if parameter is None or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            if isinstance(module, NF4Linear) and name in ("weight", "absmax"):
-                total += module.in_features * module.out_features if name == "weight" else 0
+            if isinstance(module, EncodedModule) and any(name in stored for stored in module.encoded_parts.values()):
+                total += torch.Size(module.encoded(name).shape).numel() if name in module.encoded_parts else 0
             else:
                 total += parameter.numel()
     return total

@@ -1,7 +1,8 @@
 """What attention kernels that only a GPU has allocate, for plans.
 
-Outputs, log-sum-exp and, in backward, what torch's own kernels hold for the heads of one call. Plans run on fake tensors
-of torch's meta device (fake CUDA tensors need a CUDA build of torch), which takes every branch that is not the CPU's.
+Outputs, log-sum-exp and, in backward, what torch's own kernels hold for the heads of one call. Plans run on fake
+tensors of torch's meta device (fake CUDA tensors need a CUDA build of torch), which takes every branch that is not the
+CPU's.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from frugal.checkpoints.space import STATE_BYTES, kept_at_once
+from frugal.checkpoints.rotation import STATE_BYTES, kept_at_once
 from frugal.config import Config
 from frugal.ops.gated_mlp import TILE_BYTES
 from frugal.ops.head_groups import WORKSPACE_BYTES
@@ -234,8 +234,8 @@ class Planner:
         rest = sim.at_rest("steady_step", shape)
         parameters, trained = sim.numbers()
         load = self.load_peak(policy)
-        # copies of the adapter and of generators' states are on the host, which on a CPU run is the device
-        copies = 4 * trained + RNG_BYTES if self.device.kind == "cpu" else 0
+        # copies of generators' states are on the host, which on a CPU run is the device; tensors there are not copied
+        copies = RNG_BYTES if self.device.kind == "cpu" else 0
         save = Peak(rest + copies, {"at rest": rest, "temporaries": copies}, "", "writing a checkpoint")
         ordered = {
             "load": load,

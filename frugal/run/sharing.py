@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import nn
 
 from frugal.config import Config
 from frugal.distributed import group as ranks
-from frugal.distributed.compare import compare
-from frugal.distributed.fsdp2 import FullyShard
 from frugal.distributed.launch import Engine, Launch, choose
-from frugal.distributed.strategy import Strategy, digest, replicated
-from frugal.distributed.zero.config import ZeroSettings, launched_with, offloads
-from frugal.distributed.zero.engine import Zero
+from frugal.distributed.strategy import Strategy, make_strategy
 from frugal.errors import ConfigError, FrugalError
 from frugal.models.build import OnLayer, needs_whole_base
 from frugal.models.resolve import ResolvedModel
 from frugal.planning.api import choose_strategy
 from frugal.planning.planner import Planner
-from frugal.training.optim import trainable
 
 
 @dataclass(frozen=True)
@@ -41,24 +36,25 @@ def share(config: Config, launch: Launch, planner: Planner, device: torch.device
     """
     asked = config.distributed
     engine = asked_engine(config, launch)
+    make = partial(
+        make_strategy,
+        device=device,
+        launch=launch,
+        offload=asked.offload,
+        micro_batch=config.train.per_device_train_batch_size,
+        accumulation=config.train.gradient_accumulation_steps,
+        max_grad_norm=config.train.max_grad_norm,
+    )
     if engine is None:
-        return Shared(replicated(device), planner, "one process")
+        return Shared(make(None, shard_base=False), planner, "one process")
     is_open = asked.strategy == "auto" and launch.engine is None
     base = None if asked.shard_base == "auto" else bool(asked.shard_base)
     planner = replace(planner, world_size=launch.world_size, strategy=None if is_open else engine, shard_base=base)
     name, cut, reason = ranks.on_first(lambda: _choice(planner))
     _refuse_keys(config, name)
     planner = replace(planner, strategy=name, shard_base=cut, strategy_reason=reason)
-    if name == "ddp":
-        return Shared(replicated(device), planner, reason)
-    if name == "fsdp2":
-        offload = launch.offload if asked.offload == "auto" else bool(asked.offload)
-        # accelerate's default is true; only false was somebody's choice
-        reshard = False if launch.reshard_after_forward is False else None
-        planner = replace(planner, offload=offload)
-        found = FullyShard(device, shard_base=cut, offload=offload, reshard_after_forward=reshard)
-        return Shared(found, planner, reason)
-    return Shared(_zero(config, int(name[-1]), device), planner, reason)
+    strategy = make(name, shard_base=cut)
+    return Shared(strategy, replace(planner, offload=strategy.offload), reason)
 
 
 def asked_engine(config: Config, launch: Launch) -> Engine | None:
@@ -109,50 +105,11 @@ def _refuse_keys(config: Config, name: str) -> None:
         )
 
 
-def _zero(config: Config, stage: int, device: torch.device) -> Zero:
-    given, train = launched_with(), config.train
-    optimizer, parameters = offloads(given or {})
-    if config.distributed.offload != "auto":
-        optimizer = bool(config.distributed.offload)
-        parameters = optimizer and stage == 3
-    settings = ZeroSettings(
-        stage=stage,
-        micro_batch=train.per_device_train_batch_size,
-        accumulation=train.gradient_accumulation_steps,
-        max_grad_norm=train.max_grad_norm,
-        offload_optimizer=optimizer,
-        offload_parameters=parameters,
-    )
-    return Zero(device, settings, given)
-
-
-class Loading:
-    """Takes layers while they are loaded, and compares what was trained before it was cut."""
-
-    def __init__(self, config: Config, base: ResolvedModel, strategy: Strategy) -> None:
-        self.strategy = strategy
-        self.notes: list[str] = []
-        """Why each process loads the whole base before it is cut; empty when none does."""
-        self._digests: dict[str, str] = {}
-        self._by_layer = strategy.cuts_base
-        if self._by_layer and config.distributed.shard_base is not True:
-            why = needs_whole_base(base, config.lora)
-            if why is not None:
-                self._by_layer = False
-                self.notes.append(f"each process loads the whole base before it is cut: {why}")
-
-    @property
-    def take_layer(self) -> OnLayer | None:
-        """For `load_model`; None where the base stays whole or has to be loaded whole."""
-        return self._take if self._by_layer else None
-
-    def _take(self, name: str, layer: nn.Module) -> None:
-        self._digests.update({f"{name}.{key}": digest(p) for key, p in trainable(layer).items()})
-        self.strategy.take_layer(name, layer)
-
-    def compare(self, model: nn.Module) -> None:
-        """Raise on every rank when a trained tensor starts differently on one."""
-        if ranks.world_size() == 1:
-            return
-        found = {name: digest(p) for name, p in trainable(model).items() if name not in self._digests}
-        compare({**found, **self._digests}, "before the first step")
+def layer_taker(config: Config, base: ResolvedModel, strategy: Strategy) -> tuple[OnLayer | None, list[str]]:
+    """What takes over layers while they are loaded, None where the base is loaded whole; and why that is so where the
+    strategy would cut it."""
+    if not strategy.cuts_base:
+        return None, []
+    if config.distributed.shard_base is not True and (why := needs_whole_base(base, config.lora)) is not None:
+        return None, [f"each process loads the whole base before it is cut: {why}"]
+    return strategy.take_layer, []

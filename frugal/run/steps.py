@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from frugal.adapters.targets import resolve_targets
-from frugal.checkpoints.space import check_space, checkpoint_bytes, kept_at_once
+from frugal.checkpoints.rotation import check_space, checkpoint_bytes, kept_at_once
 from frugal.config import Config
 from frugal.data import PreparedData, build
 from frugal.device import Device, DtypeChoice

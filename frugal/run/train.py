@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from frugal.checkpoints.lock import hold
-from frugal.checkpoints.resume import check_plan, data_fingerprint, starting_point
-from frugal.checkpoints.write import load_checkpoint
-from frugal.checkpoints.writer import CheckpointWriter, put_adapter, restore, side_files
+from frugal.checkpoints.lock import run_lock
+from frugal.checkpoints.read import load_checkpoint, put_adapter, restore
+from frugal.checkpoints.resume import check_plan, data_fingerprint, run_identity, starting_point
+from frugal.checkpoints.write import CheckpointWriter, side_files
 from frugal.config import Config, load_config
 from frugal.distributed import group
 from frugal.distributed.sanity_checks import preflight
@@ -28,7 +28,7 @@ from frugal.run.events import RunEvents
 from frugal.run.memory import limit_allocator, start_fallback, warm_up
 from frugal.run.samples import Samples
 from frugal.run.setup import open_machine, resolve
-from frugal.run.sharing import Loading
+from frugal.run.sharing import layer_taker
 from frugal.run.steps import (
     check_disk,
     clear_frames,
@@ -43,9 +43,8 @@ from frugal.run.trackers import check_trackers
 from frugal.training.loop import train_loop
 from frugal.training.oom_fallback import MemorySettings
 from frugal.training.optim import build_optimizer, trainable
-from frugal.training.randomness import seed_step_noise
 from frugal.training.schedule import StepOrder, lr_lambda, make_plan
-from frugal.training.setup import Hooks, LoopState, TrainSetup
+from frugal.training.setup import Hooks, LoopState, TrainSetup, seed_step_noise
 from frugal.training.signals import StopRequest
 
 Source = Config | Mapping[str, object] | str | Path
@@ -90,8 +89,8 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         events.say(*machine.notes)
         start = group.on_first(lambda: starting_point(run_dir, asked, resume, events.say))
         cleanup.callback(accelerator.free_memory)  # it keeps a list of models
-        lock = cleanup.enter_context(hold(run_dir, events.say))
-        checkpoint = None if start is None else load_checkpoint(start)
+        cleanup.enter_context(run_lock(run_dir, events.say))
+        checkpoint = None if start is None else load_checkpoint(start, hashes=False)  # compared when it was chosen
 
         base = open_base(config)
         tokenizer = open_tokenizer(config, base)
@@ -115,10 +114,10 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
 
         ran = cleanup.enter_context(recording())
         with events.phase("load"):
-            loading = Loading(config, base, strategy)
-            events.say(*loading.notes)
-            built = load_model(setup.config, base, tokenizer, device, machine.dtype, loading.take_layer)
-            loading.compare(built.model)
+            take_layer, notes = layer_taker(config, base, strategy)
+            events.say(*notes)
+            built = load_model(setup.config, base, tokenizer, device, machine.dtype, take_layer)
+            strategy.compare_start(built.model)
         model = built.model
         group.on_first(lambda: check_disk(config, run_dir, plan, trainable(model)))
         events.warn(*data.untrained_token_warnings(tokenizer, zero_embedding_rows(model)))
@@ -134,9 +133,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         seed_step_noise(settings.seed, group.rank())
         state = LoopState()
         if checkpoint is not None:
-            state = restore(
-                checkpoint, strategy, model, optimizer, device.torch_device, seed=settings.seed, say=events.say
-            )
+            state = restore(checkpoint, strategy, model, optimizer, seed=settings.seed, say=events.say)
         samples = Samples(
             run_dir / "samples.json",
             config.output.sample_prompts,
@@ -162,13 +159,8 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             strategy=strategy,
             model=model,
             optimizer=optimizer,
-            plan=plan,
-            config=asked,
-            data_fingerprint=rows_hash,
             output=config.output,
-            device=device.torch_device,
-            lock=lock,
-            say=events.say,
+            identity=run_identity(asked, plan.as_dict(), rows_hash),
             side_files=side_files(tokenizer, base=base.path, config=config),
             base_fingerprint=fingerprint,
         )

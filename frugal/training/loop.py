@@ -15,14 +15,12 @@ import psutil
 import torch
 
 from frugal.distributed import group as ranks
-from frugal.distributed.compare import COMPARED_AFTER, compare
 from frugal.errors import Interrupted
 from frugal.memory.space import is_out_of_memory
 from frugal.training.evaluate import EvalResult, evaluate_rows, to_device
 from frugal.training.optim import set_lr, trainable
-from frugal.training.randomness import rng_state, set_rng_state
 from frugal.training.schedule import TrainPlan, split_step
-from frugal.training.setup import Hooks, LoopState, TrainSetup
+from frugal.training.setup import Hooks, LoopState, TrainSetup, rng_state, set_rng_state
 from frugal.training.step import OptimizerStep
 
 if sys.platform != "win32":
@@ -30,6 +28,9 @@ if sys.platform != "win32":
 
 
 T = TypeVar("T")
+
+COMPARED_AFTER = (1, 5)
+"""Steps after which the ranks' adapters are compared, beside the start: a fault that grows shows by then."""
 
 
 def train_loop(setup: TrainSetup, hooks: Hooks, state: LoopState) -> LoopState:
@@ -70,7 +71,7 @@ def train_loop(setup: TrainSetup, hooks: Hooks, state: LoopState) -> LoopState:
 def compare_ranks(setup: TrainSetup, when: str) -> None:
     """Raise, naming the first, when a trained tensor differs between the ranks."""
     if ranks.world_size() > 1:
-        compare(setup.strategy.digests(trainable(setup.module.model)), when)
+        ranks.compare(setup.strategy.digests(trainable(setup.module.model)), when)
 
 
 def one_step(setup: TrainSetup, step: OptimizerStep, state: LoopState, hooks: Hooks | None = None) -> dict[str, Any]:

@@ -94,3 +94,26 @@ class Hooks:
     stop: StopRequest
     out_of_memory: Callable[[str], None] | None = None
     """Makes the run need less, or raises; then the same step is done again. Given the reason."""
+
+
+# ---- random generators that dropout draws from -----------------------------------------------------------------------
+
+
+def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """Generator states as uint8 tensors: `cpu`, and `cuda` when the run is on a GPU."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Put states from `rng_state` back. A GPU state is ignored on a machine that trains on the CPU."""
+    torch.set_rng_state(state["cpu"].cpu())
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+def seed_step_noise(seed: int, rank: int) -> None:
+    """Seed dropout at the start of a run; ranks draw different noise, adapters were made before from one seed."""
+    torch.manual_seed(seed + 1_000_003 * rank)

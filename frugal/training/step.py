@@ -46,8 +46,8 @@ class OptimizerStep:
 
         Returns the objective's sums over this rank's micro-batches, float64, on the device: nothing is read here.
         """
-        # engines average gradients over ranks, the loss is a sum over them: the strategy's factor undoes the average
-        factor = self.strategy.loss_factor / targets
+        # gradients are averaged over ranks, the loss is a sum over them: the factor undoes the average
+        factor = self.strategy.world_size / targets
         totals: Tensor | None = None
         for index, batch in enumerate(micro_batches, start=1):
             # gradients are reduced once, in the backward pass of the last micro-batch
@@ -60,7 +60,7 @@ class OptimizerStep:
             raise ValueError("a step needs at least one micro-batch")
         return totals
 
-    def update(self, loss: float | None = None, *, name: str = "step", rows: Sequence[int] = ()) -> float | None:
+    def update(self, loss: float | None = None, *, name: str = "step", rows: Sequence[int] = ()) -> float:
         """Clip the gradients, update the parameters and drop the gradients; returns the norm before clipping.
 
         ``loss``: of the step, to be checked before anything is changed (None: what is computed does not matter); an
@@ -70,17 +70,16 @@ class OptimizerStep:
             FrugalError: loss or norm is not finite; parameters are as before (loss scaling skips such a step itself).
         """
         norm = self.strategy.norm_and_clip(self.optimizer, self.max_grad_norm, self.scaler)
-        if loss is not None and not (
-            math.isfinite(loss) and (norm is None or math.isfinite(norm) or self.scaler.is_enabled())
-        ):
+        finite = loss is None or (math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled()))
+        if not finite:
             self.strategy.zero_grad(self.optimizer)
             raise FrugalError(
                 f"{name}: the loss is {loss} and the gradient norm {norm}. Training stopped before using them; the "
                 f"rows of that step are {list(rows[:8])}. Lower train.learning_rate, or look at these rows."
             )
-        norm_of_step = self.strategy.step(self.optimizer, self.scaler)
+        self.strategy.step(self.optimizer, self.scaler)
         self.strategy.zero_grad(self.optimizer)
-        return norm_of_step if norm is None else norm
+        return norm
 
     def forward_backward_update(self, batch: Batch, targets: int, *, name: str = "step") -> tuple[Tensor, float]:
         """The whole step on one micro-batch of ``targets`` targets, updates inside backward; sums and gradient norm.
@@ -127,7 +126,7 @@ class OptimizerStep:
 
         Not where an engine steps by itself.
         """
-        if self.optimizer.state or type(self.strategy).step is not Strategy.step:
+        if self.optimizer.state or self.strategy.engine_steps:
             return
         self.put_gradients()
         self.optimizer.step()

@@ -16,9 +16,8 @@ from frugal.distributed import group as ranks
 from frugal.memory.meter import LiveBytesMeter
 from frugal.training.evaluate import evaluate_rows, longest_first
 from frugal.training.loop import micro_batch
-from frugal.training.randomness import rng_state, set_rng_state
 from frugal.training.schedule import StepOrder, TrainPlan, split_step
-from frugal.training.setup import TrainSetup
+from frugal.training.setup import TrainSetup, rng_state, set_rng_state
 from frugal.training.step import OptimizerStep
 
 

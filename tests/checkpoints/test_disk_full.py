@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from frugal.checkpoints.lock import RunLock
-from frugal.checkpoints.write import CheckpointParts, find_latest, save_checkpoint, why_incomplete
-from frugal.checkpoints.writer import side_files
+from frugal.checkpoints.read import find_latest, why_incomplete
+from frugal.checkpoints.write import CheckpointParts, save_checkpoint, side_files
 from frugal.config import load_config
 from frugal.errors import CheckpointError
 from frugal.training.log import TrainLog, read_log

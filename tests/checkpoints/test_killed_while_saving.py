@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from frugal.checkpoints.read import find_latest, load_checkpoint
 from frugal.checkpoints.rotation import rotate
-from frugal.checkpoints.write import CheckpointParts, find_latest, load_checkpoint, recover, save_checkpoint
+from frugal.checkpoints.write import CheckpointParts, recover, save_checkpoint
 from frugal.training.optim import OptimizerState
 
 

@@ -9,18 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from frugal.checkpoints.resume import starting_point
-from frugal.checkpoints.rotation import list_checkpoints, rotate
-from frugal.checkpoints.space import check_space, checkpoint_bytes
-from frugal.checkpoints.write import (
-    MARKER,
-    CheckpointParts,
-    find_latest,
-    load_checkpoint,
-    recover,
-    save_checkpoint,
-    why_incomplete,
-)
+from frugal.checkpoints.read import MARKER, find_latest, load_checkpoint, why_incomplete
+from frugal.checkpoints.resume import differences, starting_point
+from frugal.checkpoints.rotation import check_space, checkpoint_bytes, list_checkpoints, rotate
+from frugal.checkpoints.write import CheckpointParts, recover, save_checkpoint
 from frugal.errors import CheckpointError
 from frugal.tensor_files import read_tensors, write_tensors
 from frugal.training.optim import OptimizerState
@@ -78,6 +70,8 @@ def test_changed_and_shortened_files_are_found(tmp_path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert "SHA-256" in (why_incomplete(folder) or "")
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        load_checkpoint(folder)
     path.write_bytes(content[:-1])
     assert "bytes instead of" in (why_incomplete(folder) or "")
 
@@ -140,7 +134,7 @@ def test_an_empty_tensor_is_never_saved(tmp_path: Path) -> None:
 
 
 def test_space_is_checked_with_one_more_than_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frugal.checkpoints.space.free_bytes", lambda folder: 3_000_000)
+    monkeypatch.setattr("frugal.checkpoints.rotation.free_bytes", lambda folder: 3_000_000)
     check_space(tmp_path, one_bytes=1_000_000, kept=2)
     with pytest.raises(CheckpointError, match=r"4.0 MB \(4,000,000 bytes\), 3.0 MB \(3,000,000 bytes\) are free"):
         check_space(tmp_path, one_bytes=1_000_000, kept=3)
@@ -157,3 +151,12 @@ def test_a_resumed_run_says_from_where(tmp_path: Path) -> None:
     assert starting_point(tmp_path, {}, True, said.append) == tmp_path / "checkpoint-2"
     assert starting_point(tmp_path, {}, "checkpoint-2", said.append) == tmp_path / "checkpoint-2"
     assert said == [f"going on from {tmp_path / 'checkpoint-2'}"] * 2
+
+
+def test_a_key_that_the_saving_version_did_not_have_counts_as_its_default() -> None:
+    saved = {"train": {"learning_rate": 1e-4}}
+    assert differences(saved, {"train": {"learning_rate": 1e-4, "label_smoothing": 0.0}}) == []
+    assert differences(saved, {"train": {"learning_rate": 1e-4, "label_smoothing": 0.1}}) == [
+        "train.label_smoothing: 0.0 -> 0.1"
+    ]
+    assert differences(saved, {"train": {"learning_rate": 1e-4, "unknown": 1}}) == ["train.unknown: (not set) -> 1"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from frugal.checkpoints.write import find_latest
+from frugal.checkpoints.read import find_latest
 from tests.distributed.ranks.harness import Outcomes, run_cases
 from tests.support import runs
 
@@ -17,13 +17,13 @@ LOST = {
     "error": (15, "has stopped: MemoryError: the loader took it all"),
     "step": (15, "process 1 of 2"),
     "silent": (15, "did not answer: process 1 of 2"),
-    "remote": (25, "process 0 of 2"),
+    "remote": (15, "did not answer: process 0 of 2 (pid"),
 }
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    cases = ["slow_first", "names", *(f"lost_{case}" for case in LOST)]
+    cases = ["slow_first", "names", "again", *(f"lost_{case}" for case in LOST)]
     # the store outlives rank 0, as under torchrun: it is not the closed connection that tells of its end
     folder = tmp_path_factory.mktemp("ranks")
     return run_cases(folder, "cases_ranks", cases, TORCHELASTIC_USE_AGENT_STORE="True")
@@ -32,6 +32,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 def test_a_slow_rank_is_waited_for_without_a_time_limit(outcomes: Outcomes) -> None:
     for report in outcomes["slow_first"].reports:
         assert report == {"found": 41, "gathered": [0, 1], "any": 1}
+
+
+def test_a_second_try_in_the_same_processes(outcomes: Outcomes) -> None:
+    for report in outcomes["again"].reports:
+        assert report == {"first": "ConfigError", "gathered": [0, 1]}
+
+
+def test_one_of_three_is_named_by_both_others(tmp_path: Path) -> None:
+    outcomes = run_cases(tmp_path, "cases_ranks", ["lost_one_of_three"], world=3)
+    for report in outcomes["lost_one_of_three"].reports:
+        assert report["error"] == "ProcessLost"
+        assert "process 2 of 3" in report["text"]
 
 
 def test_objects_go_through_the_host(outcomes: Outcomes) -> None:

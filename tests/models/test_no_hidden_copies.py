@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from frugal.adapters import apply_adapters
-from frugal.codecs.upcast_on_use import upcast_on_use
+from frugal.codecs.dense import upcast_on_use
 from frugal.config import LoraSection
 from frugal.models.load import load_base
 from frugal.models.materialize import resident_dtype

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from frugal.checkpoints.write import MARKER, CheckpointParts, load_checkpoint, save_checkpoint
+from frugal.checkpoints.read import MARKER, load_checkpoint
+from frugal.checkpoints.write import CheckpointParts, save_checkpoint
 from frugal.errors import CheckpointError
 from frugal.files import sha256_file
 from frugal.tensor_files import is_pickle, read_tensors

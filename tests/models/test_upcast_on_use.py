@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from frugal.codecs import upcast_on_use as stored
-from frugal.codecs.upcast_on_use import UpcastEmbedding, UpcastLinear, upcast_on_use
+from frugal.codecs import dense as stored
+from frugal.codecs.dense import UpcastEmbedding, UpcastLinear, upcast_on_use
 
 
 class Tied(nn.Module):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import frugal.checkpoints.writer
+import frugal.checkpoints.read
 from frugal.adapters import adapter_state, apply_adapters, load_adapter
-from frugal.checkpoints.writer import put_adapter
+from frugal.checkpoints.read import put_adapter
 from frugal.config import LoraSection
 from frugal.distributed.strategy import OneProcess, Strategy
 from frugal.errors import CheckpointError, ConfigError
@@ -56,7 +56,7 @@ def test_resume_keeps_tensors_loss_and_count(
         seen["trainable"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
         seen["in file"] = sum(tensor.numel() for tensor in saved.values())
 
-    monkeypatch.setattr(frugal.checkpoints.writer, "put_adapter", spy)
+    monkeypatch.setattr(frugal.checkpoints.read, "put_adapter", spy)
     train({**config, "output": {**config["output"], "dir": str(tmp_path)}}, resume=True)
     assert seen["equal"]
     assert seen["adapters"] == ["default"]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import frugal.checkpoints.write
-from frugal.checkpoints.write import why_incomplete
+from frugal.checkpoints.read import why_incomplete
 from frugal.errors import CheckpointError, ConfigError, FrugalError
 from frugal.files import read_json
 from frugal.run.evaluate import evaluate
@@ -101,7 +101,7 @@ def test_disk_full_in_the_middle_of_a_run(
 def test_too_small_a_disk_stops_before_training(
     tiny_llama_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frugal.checkpoints.space.free_bytes", lambda folder: 2_000_000)
+    monkeypatch.setattr("frugal.checkpoints.rotation.free_bytes", lambda folder: 2_000_000)
     with pytest.raises(CheckpointError, match=r"2 checkpoints of 1\.1 MB and one being written need 3\.3 MB"):
         train(settings(tiny_llama_folder, data, tmp_path / "run"))
     assert not (tmp_path / "run" / "train_log.jsonl").exists()

@@ -1,4 +1,4 @@
-"""The probe's checkpoint: written whole before the first step, measured, noted, and gone."""
+"""The checkpoint of the warm-up step: written whole before the first step, measured, noted, and gone."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def test_a_run_writes_a_checkpoint_before_its_first_step(tiny_llama_folder: Path
         }
     )
     manifest = json.loads((run / "manifest.json").read_text())
-    probe, forecast = manifest["probe"], manifest["forecast"]["device"]["phases"]
-    assert probe["step_bytes"] > probe["eval_bytes"] > probe["save_bytes"] > 0
+    warmup, forecast = manifest["warm-up step"], manifest["forecast"]["device"]["phases"]
+    assert warmup["step_bytes"] > warmup["eval_bytes"] > warmup["save_bytes"] > 0
     for phase, measured in (("steady_step", "step_bytes"), ("evaluation", "eval_bytes"), ("save", "save_bytes")):
-        assert abs(forecast[phase]["bytes"] / probe[measured] - 1) <= 0.05, phase
+        assert abs(forecast[phase]["bytes"] / warmup[measured] - 1) <= 0.05, phase
     left = sorted(path.name for path in run.iterdir() if path.is_dir())
     assert left == ["checkpoint-2"]

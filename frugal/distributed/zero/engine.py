@@ -11,11 +11,9 @@ gathered together before its forward pass and its backward pass, and given up af
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
@@ -23,23 +21,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from frugal.distributed.group import digest
 from frugal.distributed.optimizer_state import OptimizerState, named_parameters, refuse_other_state
-from frugal.distributed.strategy import MakeOptimizer, Strategy, digest
+from frugal.distributed.strategy import KINDS, MakeOptimizer, Strategy
 from frugal.distributed.zero import state as zero_state
-from frugal.distributed.zero import units as zero_units
-from frugal.distributed.zero.config import Given, ZeroSettings, check_given, engine_config
-from frugal.distributed.zero.ready import require_deepspeed
+from frugal.distributed.zero.config import (
+    Given,
+    ZeroSettings,
+    check_given,
+    engine_config,
+    launched_with,
+    offloads,
+    require_deepspeed,
+)
+from frugal.distributed.zero.state import deprecated_names
 from frugal.errors import UnsupportedError
 from frugal.model_structure import decoder_layers
 
-log = logging.getLogger("frugal.distributed")
+T = TypeVar("T")
 
 
 class Zero(Strategy):
     """ZeRO of one stage. Needs a process group, and `LOCAL_RANK` in the environment, as launchers set it."""
 
+    engine_steps = True
+
     def __init__(self, device: torch.device, settings: ZeroSettings, given: Given | None = None) -> None:
-        """``given``: the configuration the launcher was started with (`zero_config.launched_with`).
+        """``given``: the configuration the launcher was started with (`launched_with`).
 
         Raises UnsupportedError where DeepSpeed cannot run here, ConfigError for a configuration that contradicts the
         run's.
@@ -47,9 +55,6 @@ class Zero(Strategy):
         super().__init__(device)
         require_deepspeed(device)
         check_given(given or {}, settings, world_size=self.world_size)
-        # two names of torch's that DeepSpeed still calls, each time
-        names = "(all_gather_into_tensor|reduce_scatter_tensor)"
-        warnings.filterwarnings("ignore", message=rf".*{names}.* is deprecated", category=FutureWarning)
         # accelerate tells transformers about ZeRO-3, which would then build models partitioned and leave weights out
         unset_hf_deepspeed_config()
         self.settings, self.given = settings, given
@@ -67,16 +72,18 @@ class Zero(Strategy):
 
     # ---- before the first step ---------------------------------------------------------------------------------------
 
-    def take_layer(self, name: str, layer: nn.Module) -> None:
+    @deprecated_names()
+    def shard_layer(self, layer: nn.Module) -> None:
         """Partition a loaded layer's frozen parameters at once (ZeRO-3), before the next layer is read.
 
         Until `prepare` the layer can still be run: it gathers itself around each forward pass.
         """
         if not self.sharded:
             return
-        zero_units.partition(frozen(layer), self._config(trained=1, layer=1), self.settings.offload_parameters)
-        self._waiting += zero_units.gather_around(layer)
+        zero_state.partition(frozen(layer), self._config(trained=1, layer=1), self.settings.offload_parameters)
+        self._waiting += zero_state.gather_around(layer)
 
+    @deprecated_names()
     def prepare(self, module: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         """The engine, and the optimizer whose groups it steps (their `lr` is read at every step).
 
@@ -102,13 +109,16 @@ class Zero(Strategy):
             hook.remove()
         if self.sharded:
             for name, layer in layers.items():
-                zero_units.make_unit(name, layer)
+                zero_state.make_unit(name, layer)
             # the frozen ones before the engine: it would broadcast them, and then partition and broadcast again
-            zero_units.partition(frozen(module), config, self.settings.offload_parameters)
+            zero_state.partition(frozen(module), config, self.settings.offload_parameters)
         self.engine = zero_state.start_engine(module, optimizer, config)
+        scope = contextlib.ExitStack()
+        self.engine.register_forward_pre_hook(lambda *_: scope.enter_context(deprecated_names()))
+        self.engine.register_forward_hook(lambda *_: scope.close(), always_call=True)
         _refuse_casts(module, before)
         if self.sharded:
-            zero_units.refuse_whole(module, self.world_size)
+            zero_state.refuse_whole(module, self.world_size)
         return self.engine, optimizer
 
     def _config(self, *, trained: int, layer: int) -> dict[str, Any]:
@@ -120,6 +130,27 @@ class Zero(Strategy):
             layer=layer,
             pin_memory=self.device.type == "cuda",
         )
+
+    @property
+    def sharded_kinds(self) -> tuple[str, ...]:
+        return KINDS if self.sharded else ()
+
+    def is_wrapped(self, wrapped: nn.Module) -> bool:
+        return wrapped is self.engine
+
+    def shard_sizes(self, parameter: Any) -> tuple[int, int, int]:
+        if not hasattr(parameter, "ds_id"):
+            return super().shard_sizes(parameter)
+        numel = parameter.ds_numel  # flat parts, without rows
+        return parameter.ds_tensor.numel() + parameter.data.numel(), numel, -(-numel // self.world_size)
+
+    def check_clipping(self, max_grad_norm: float) -> None:
+        clipping = float(self.engine.gradient_clipping())
+        if clipping != max_grad_norm:
+            raise UnsupportedError(
+                f"DeepSpeed clips gradients at {clipping}, and train.max_grad_norm is {max_grad_norm}. Set "
+                f"gradient_clipping to {max_grad_norm}, or take it out of DeepSpeed's configuration."
+            )
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
@@ -139,7 +170,8 @@ class Zero(Strategy):
             raise
         if last and self._window is not None:
             window, self._window = self._window, None
-            window.close()
+            with deprecated_names():
+                window.close()
 
     def _abandon(self) -> None:
         """Leave a window without reducing: a rank that raised must not wait in a collective operation."""
@@ -149,13 +181,14 @@ class Zero(Strategy):
             with zero_state.without_reducing(self.engine):
                 window.close()
 
+    @deprecated_names()
     def backward(self, loss: Tensor, scaler: torch.amp.GradScaler) -> None:
         if scaler.is_enabled():
             self.engine.optimizer.override_loss_scale(scaler.get_scale())
         # the loss is divided already: by the targets of the whole window
         self.engine.backward(loss, scale_wrt_gas=False)
 
-    def norm_and_clip(self, optimizer: Optimizer, max_norm: float, scaler: torch.amp.GradScaler) -> float | None:
+    def norm_and_clip(self, optimizer: Optimizer, max_norm: float, scaler: torch.amp.GradScaler) -> float:
         """The norm, over all ranks' partitions. The engine clips in its step, by the same formula."""
         if max_norm != self.settings.max_grad_norm:
             raise AssertionError(f"the engine clips at {self.settings.max_grad_norm}, not at {max_norm}")
@@ -163,29 +196,34 @@ class Zero(Strategy):
         torch.distributed.all_reduce(square)
         return math.sqrt(float(square)) / scaler.get_scale()
 
-    def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> float | None:
+    @deprecated_names()
+    def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
         """The engine leaves a step out whose gradients are not finite, and the loss scale falls then."""
         self.engine.step()
         if scaler.is_enabled():
             zero_state.tell_scaler(scaler, self.device, overflowed=not self.engine.was_step_applied())
-        return None
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         zero_state.drop_gradients(self.engine, self.settings.stage)
 
     # ---- beside steps ------------------------------------------------------------------------------------------------
 
+    @deprecated_names()
+    def inside(self, wrapped: nn.Module, action: Callable[[], T]) -> T:
+        return action()
+
     def rest(self, wrapped: nn.Module) -> None:
         if self.sharded:
             self.engine.optimizer.parameter_offload.empty_partition_cache()
 
     def remember(self, optimizer: Optimizer) -> Callable[[], None]:
-        return zero_state.remember(self.engine, self.settings.stage)
+        return deprecated_names()(zero_state.remember(self.engine, self.settings.stage))
 
+    @deprecated_names()
     def digests(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
         found = {}
         for name, parameter in parameters.items():
-            with zero_units.whole(parameter):
+            with zero_state.whole(parameter):
                 found[name] = digest(parameter)
         return found
 
@@ -199,12 +237,13 @@ class Zero(Strategy):
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
+    @deprecated_names()
     def full_adapter(self, model: PeftModel) -> dict[str, Tensor]:
         if not self.sharded:
             return super().full_adapter(model)
         found: dict[str, Tensor] = {}
         for key, parameter in _keyed(model).items():
-            with zero_units.whole(parameter):
+            with zero_state.whole(parameter):
                 if self.rank == 0:
                     found[key] = parameter.detach().cpu().clone()
         return found
@@ -213,16 +252,44 @@ class Zero(Strategy):
         keyed: dict[str, Any] = dict(_keyed(model))
         return {key: tuple(getattr(p, "ds_shape", p.shape)) for key, p in keyed.items()}
 
+    @deprecated_names()
     def load_adapter(self, model: PeftModel, tensors: Mapping[str, Tensor]) -> None:
         for key, parameter in _keyed(model).items():
             zero_state.put_parameter(parameter, tensors[key])
 
+    @deprecated_names()
     def full_optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         return zero_state.full_state(self.engine, self._trained, self._shapes, writes=self.rank == 0)
 
+    @deprecated_names()
     def load_optimizer_state(self, optimizer: Optimizer, saved: OptimizerState, where: str) -> None:
         refuse_other_state(type(optimizer).__name__, self._shapes, saved, where)
         zero_state.put_state(self.engine, self.settings.stage, self._trained, saved, where)
+
+
+def make_zero(
+    stage: int,
+    device: torch.device,
+    *,
+    offload: bool | Literal["auto"],
+    micro_batch: int,
+    accumulation: int,
+    max_grad_norm: float,
+) -> Zero:
+    """Make the strategy of a stage under the configuration that the launcher was started with."""
+    given = launched_with()
+    optimizer, parameters = offloads(given or {})
+    if offload != "auto":
+        optimizer, parameters = offload, offload and stage == 3
+    settings = ZeroSettings(
+        stage=stage,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        max_grad_norm=max_grad_norm,
+        offload_optimizer=optimizer,
+        offload_parameters=parameters,
+    )
+    return Zero(device, settings, given)
 
 
 def frozen(module: nn.Module) -> list[nn.Parameter]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from frugal.adapters.targets import resolve_targets
-from frugal.codecs.upcast_on_use import UpcastEmbedding
+from frugal.codecs.dense import UpcastEmbedding
 from frugal.config import LoraSection
 from frugal.decision import Decision
 from frugal.errors import ConfigError

@@ -11,8 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from frugal.distributed.blockwise import on_blocks, part_of_state, whole_state
-from frugal.distributed.optimizer_state import load_optimizer_state, optimizer_state
+from frugal.distributed.optimizer_state import (
+    load_optimizer_state,
+    on_blocks,
+    optimizer_state,
+    part_of_state,
+    whole_state,
+)
 from frugal.run.train import train
 from frugal.training.optim8bit import AdamW8bit
 from tests.distributed.ranks.resumed_runs import config, go_on_from

@@ -16,7 +16,6 @@ from frugal.config import LoraSection
 from frugal.distributed.optimizer_state import OptimizerState
 from frugal.distributed.strategy import Strategy
 from frugal.distributed.zero import state as zero_state
-from frugal.distributed.zero import units as zero_units
 from frugal.distributed.zero.config import ZeroSettings
 from frugal.distributed.zero.engine import Zero
 from frugal.errors import CheckpointError, FrugalError
@@ -63,7 +62,7 @@ def finish(rank: Rank, running: Running, state: LoopState | None = None) -> dict
     """Train to the end; adapter and optimizer state as files of rank 0."""
     running.train(state)
     keep(rank, running)
-    held = zero_units.local_bytes(running.model)
+    held = zero_state.local_bytes(running.model)
     running.job.strategy.close()
     running.handle.close()
     return {"records": running.records, "held": held}
@@ -190,13 +189,13 @@ def case_bytes(rank: Rank) -> dict[str, Any]:
     """What this rank holds, whole and under each stage, after two steps."""
     out: dict[str, Any] = {}
     alone = start(Setting(steps=1))
-    out["whole"] = zero_units.local_bytes(alone.model)
+    out["whole"] = zero_state.local_bytes(alone.model)
     del alone
     for stage in (1, 2, 3):
         running = start(Setting(steps=2), zero(stage))
         running.train()
         engine = running.job.strategy.engine  # type: ignore[attr-defined]
-        out[f"zero{stage}"] = {**zero_units.local_bytes(running.model), **zero_state.state_bytes(engine)}
+        out[f"zero{stage}"] = {**zero_state.local_bytes(running.model), **zero_state.state_bytes(engine)}
         out[f"zero{stage}"]["measured"] = sum(t.nbytes for t in optimizer_tensors(running.job.optimizer))
         running.job.strategy.close()
         running.handle.close()
@@ -214,7 +213,7 @@ def case_every_dtype(rank: Rank) -> dict[str, Any]:
         running.train()
         wrong = []
         for name, parameter in running.model.named_parameters():
-            with zero_units.whole(parameter):
+            with zero_state.whole(parameter):
                 if name in want and not torch.equal(
                     parameter.detach().contiguous().view(torch.uint8), want[name].contiguous().view(torch.uint8)
                 ):
@@ -241,7 +240,7 @@ def case_evaluation_and_probe(rank: Rank) -> dict[str, Any]:
         running.train()
         answer = job.strategy.inside(job.wrapped, partial(answer_with, running.model))
         job.strategy.rest(job.wrapped)
-        held = zero_units.local_bytes(running.model)
+        held = zero_state.local_bytes(running.model)
         last = running.adapter()
         state = job.strategy.full_optimizer_state(job.optimizer)
         run_warmup_step(job, first_step=1)
@@ -370,7 +369,7 @@ def case_layer_by_layer(rank: Rank) -> dict[str, Any]:
 
     def take(name: str, layer: Any) -> None:
         strategy.take_layer(name, layer)
-        held.append(zero_units.local_bytes(layer)["frozen"])
+        held.append(zero_state.local_bytes(layer)["frozen"])
 
     filled = build(ModelSpec(source=base, lora=lora), "layerwise", take)
     give_b(filled.model)

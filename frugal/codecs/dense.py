@@ -7,11 +7,94 @@ Widening is exact, so results are those of a float32 copy of the same weights.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from frugal.codecs.base import chunk
+
 BLOCK_BYTES = 16 << 20  # of one widened block of head rows
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTensor:
+    """A parameter stored as it is."""
+
+    weight: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, columns) or (experts, rows, columns)."""
+        return tuple(self.weight.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return self.weight.nbytes
+
+    @property
+    def codec(self) -> str:
+        """Key in `frugal.codecs.CODECS`."""
+        return DenseCodec.name
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The one stored tensor."""
+        return {"weight": self.weight}
+
+    def dequantize_rows(
+        self, start: int, stop: int, dtype: torch.dtype, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Rows of a matrix in ``dtype``: a view when nothing has to be converted, ``out`` if given."""
+        if self.weight.ndim != 2:
+            raise ValueError(f"rows of a parameter of shape {self.shape}: take an expert first")
+        rows = self.weight[start:stop]
+        return rows.to(dtype) if out is None else out.copy_(rows)
+
+    def expert(self, index: int) -> DenseTensor:
+        """The matrix of one expert, as a view."""
+        if self.weight.ndim != 3:
+            raise ValueError(f"a parameter of shape {self.shape} has no experts")
+        return DenseTensor(self.weight[index])
+
+    def shard(self, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+        """The rows, or experts, of ``rank``."""
+        return {"weight": chunk(self.weight, rank, world_size)}
+
+
+@dataclass(frozen=True)
+class DenseCodec:
+    """Matrices of 16 bits keep their dtype under float32 compute (and are widened while used); else ``compute``."""
+
+    compute: torch.dtype
+    name: ClassVar[str] = "none"
+
+    def resident(self, stored: torch.dtype) -> torch.dtype:
+        """Dtype in memory of a matrix that a checkpoint holds in ``stored``."""
+        keeps = not stored.is_floating_point or (stored.itemsize == 2 and self.compute == torch.float32)
+        return stored if keeps else self.compute
+
+    def nbytes(self, shape: tuple[int, ...], stored: torch.dtype) -> int:
+        """Bytes in the resident dtype."""
+        return torch.Size(shape).numel() * self.resident(stored).itemsize
+
+    def scratch_bytes(self, shape: tuple[int, ...], stored: torch.dtype) -> int:
+        """None beside the stored tensor and the resident one."""
+        return 0
+
+    def encode(self, weight: torch.Tensor) -> DenseTensor:
+        """``weight`` in its resident dtype."""
+        return DenseTensor(weight.detach().to(self.resident(weight.dtype)))
+
+    def gather(self, shards: list[dict[str, torch.Tensor]], shape: tuple[int, ...]) -> DenseTensor:
+        """Join the shards of all ranks."""
+        return DenseTensor(torch.cat([shard["weight"] for shard in shards]))
+
+    def merge_source(self, weight: torch.Tensor) -> DenseTensor:
+        """The weight itself."""
+        return DenseTensor(weight)
 
 
 class UpcastEmbedding(nn.Embedding):

@@ -1,0 +1,42 @@
+"""benchmarks/README.md names every script with one command, and each answers --help."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
+COMMANDS = [shlex.split(text) for text in re.findall(r"^\| `(python benchmarks/[^`]+)`", README, re.MULTILINE)]
+SCRIPTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "benchmarks").glob("*.py")
+    if "__main__" in path.read_text(encoding="utf-8")
+)
+
+
+def test_every_script_has_one_command() -> None:
+    assert sorted(words[1] for words in COMMANDS) == SCRIPTS
+
+
+def test_every_module_is_named() -> None:
+    assert not [path.name for path in (ROOT / "benchmarks").glob("*.py") if f"benchmarks/{path.name}" not in README]
+
+
+def test_every_result_is_written_by_a_command() -> None:
+    results = [path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks/results").iterdir()]
+    assert not [path for path in results if not path.startswith("benchmarks/results/gpu_") and path not in README]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[1])
+def test_help_knows_the_options(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, words[1], "--help"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    options = set(re.findall(r"--[a-z][a-z-]*", done.stdout))
+    assert {word for word in words if word.startswith("--")} <= options
