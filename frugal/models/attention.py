@@ -27,7 +27,6 @@ from frugal.models.equivalence import largest_difference, model_tolerance, probe
 from frugal.models.materialize import DeferredLayers
 from frugal.ops import Choice, attention, choose
 from frugal.ops.fake import is_fake
-from frugal.ops.planned import planned_attention, stands_for_cuda
 
 NAME = "frugal"
 AUTO = "auto"
@@ -161,9 +160,7 @@ def frugal_attention_forward(
     if isinstance(attention_mask, Tensor):
         return _masked(query, key, value, attention_mask, scaling, softcap).transpose(1, 2).contiguous(), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    attend = (
-        planned_attention if stands_for_cuda(query) else functools.partial(attention, implementation=implementation)
-    )
+    attend = functools.partial(attention, implementation=implementation)
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError(f"{query.shape[2]} queries against {key.shape[2]} keys without a mask: {_WAY_OUT}")
     cu_seqlens: Any = cu_seq_lens_q

@@ -7,10 +7,10 @@ from frugal.ops.attention import attention, attention_reference
 from frugal.ops.gated_mlp import gated_mlp, gated_mlp_reference
 from frugal.ops.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy, linear_cross_entropy_reference
 from frugal.ops.lora_linear import lora_linear, lora_linear_reference
-from frugal.ops.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
+from frugal.ops.norm import rms_norm, rms_norm_reference
 from frugal.ops.projection import Projection
+from frugal.ops.registry import Choice, choose
 from frugal.ops.rope import rope, rope_joint, rope_pair, rope_reference
-from frugal.ops.table import Choice, choose
 
 __all__ = [
     "IGNORE_INDEX",
@@ -21,8 +21,6 @@ __all__ = [
     "choose",
     "gated_mlp",
     "gated_mlp_reference",
-    "layer_norm",
-    "layer_norm_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
     "lora_linear",

@@ -7,11 +7,14 @@ its C++ and torch code on CPUs. State written by one is read by the other.
 
 from __future__ import annotations
 
+from typing import Any
+
 import bitsandbytes  # noqa: F401  (registers torch.ops.bitsandbytes)
 import torch
 from torch import Tensor
 
-from frugal.ops.kernel_forms import kernels, takes_kernel
+from frugal.ops.kernel_forms import kernels
+from frugal.ops.registry import implements, resolve
 
 
 @torch.no_grad()
@@ -38,12 +41,23 @@ def adam8bit_(
     ``absmax2`` float32 [ceil(elements / 256)], ``map1`` (signed) and ``map2`` (unsigned) float32 [256], rising.
     ``implementation`` names a row of the table ("triton", "bitsandbytes"); unset, the table chooses.
     """
-    if takes_kernel("adam8bit", param, implementation):
-        kernels("adam8bit").adam8bit_(
-            param, grad, state1, state2, absmax1, absmax2, map1, map2,
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step,
-        )  # fmt: skip
-        return
+    run, _ = resolve("adam8bit", param, implementation)
+    run(
+        param, grad, state1, state2, absmax1, absmax2, map1, map2,
+        lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step,
+    )  # fmt: skip
+
+
+@implements("adam8bit", "triton")
+def _by_kernel(*tensors: Tensor, **settings: Any) -> None:
+    kernels("adam8bit").adam8bit_(*tensors, **settings)
+
+
+@implements("adam8bit", "bitsandbytes")
+def _by_bitsandbytes(
+    param: Tensor, grad: Tensor, state1: Tensor, state2: Tensor, absmax1: Tensor, absmax2: Tensor, map1: Tensor,
+    map2: Tensor, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int,
+) -> None:  # fmt: skip
     torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
         "adam", grad, param, state1, state2, *betas, 0.0, 0.0, eps, step, lr, map1, map2, absmax1, absmax2,
         weight_decay, 1.0, False,

@@ -10,9 +10,11 @@ kept for backward.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -24,8 +26,10 @@ from frugal.ops.blockwise import blockwise_backward, blockwise_forward
 from frugal.ops.cpu_flash import cpu_flash_backward, cpu_flash_forward
 from frugal.ops.fake import is_fake
 from frugal.ops.flash_varlen import flash_varlen
+from frugal.ops.registry import implements, resolve, simulates
 from frugal.ops.sdpa import sdpa
-from frugal.ops.table import choose
+from frugal.ops.simulated import simulated_device, stands_for_cuda
+from frugal.ops.simulated_attention import simulated_attention
 
 CuSeqlens: TypeAlias = Tensor | Sequence[int]
 Segment: TypeAlias = tuple[int, int, int, int]  # rows from..to (exclusive), tokens from..to (exclusive)
@@ -189,24 +193,69 @@ def attention(
     batch, _, tokens, size = q.shape
     scale = 1 / math.sqrt(size) if scale is None else scale
     pieces = segments(batch, tokens, cu_seqlens)
+    planned = simulated_device() if stands_for_cuda(q) else None
+    if planned is not None and planned.attention != "auto":
+        implementation = planned.attention
     longest = max((s1 - s0 for _, _, s0, s1 in pieces), default=0)
     if window is not None and causal and window >= longest:
         window = None
-    if implementation is None:
-        documents = sum(r1 - r0 for r0, r1, _, _ in pieces)
-        implementation = choose(
-            "attention", q.device, q.dtype, window=window, softcap=softcap, causal=causal, head_size=size,
-            documents=documents,
-        ).name  # fmt: skip
-    if implementation == "reference":
-        return attention_reference(
-            q, k, v, cu_seqlens=cu_seqlens, scale=scale, window=window, softcap=softcap, causal=causal
-        )
+    documents = sum(r1 - r0 for r0, r1, _, _ in pieces)
+    if planned is not None and cu_seqlens is not None:
+        documents = len(cu_seqlens) - 1  # the offsets of a fake batch are not known, their number is
+    run, _ = resolve(
+        "attention", q, implementation, window=window, softcap=softcap, causal=causal, head_size=size,
+        documents=documents,
+    )  # fmt: skip
     if not pieces:
         return q * 0.0 + (k.sum() + v.sum()) * 0.0
-    if implementation == "sdpa":
-        return sdpa(q, k, v, pieces, scale, causal)
-    if implementation == "flash_attn":
-        return flash_varlen(q, k, v, pieces, scale=scale, window=window, softcap=softcap, causal=causal)
-    out: Tensor = _Attention.apply(q, k, v, pieces, implementation, scale, window, softcap, causal)
+    if planned is not None:
+        pieces = [(0, batch, 0, tokens)]
+    settings = Settings(pieces, documents, scale, window, softcap, causal)
+    out: Tensor = run(q, k, v, settings)
     return out
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every form of attention is given besides q, k and v."""
+
+    pieces: list[Segment]
+    documents: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    causal: bool
+
+
+@implements("attention", "reference")
+def _by_definition(q: Tensor, k: Tensor, v: Tensor, s: Settings) -> Tensor:
+    batch, _, tokens, _ = q.shape
+    ends = {row * tokens for row in range(batch + 1)} | {r0 * tokens + s0 for r0, _, s0, _ in s.pieces}
+    return attention_reference(
+        q, k, v, cu_seqlens=sorted(ends), scale=s.scale, window=s.window, softcap=s.softcap, causal=s.causal
+    )
+
+
+@implements("attention", "sdpa")
+def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, s: Settings) -> Tensor:
+    return sdpa(q, k, v, s.pieces, s.scale, s.causal)
+
+
+@implements("attention", "flash_attn")
+def _by_flash_attn(q: Tensor, k: Tensor, v: Tensor, s: Settings) -> Tensor:
+    return flash_varlen(q, k, v, s.pieces, scale=s.scale, window=s.window, softcap=s.softcap, causal=s.causal)
+
+
+def _apply(q: Tensor, k: Tensor, v: Tensor, s: Settings, *, form: str) -> Tensor:
+    out: Tensor = _Attention.apply(q, k, v, s.pieces, form, s.scale, s.window, s.softcap, s.causal)
+    return out
+
+
+def _simulate(q: Tensor, k: Tensor, v: Tensor, s: Settings, *, form: str) -> Tensor:
+    return simulated_attention(form, q, k, v, s.documents)
+
+
+for _form in ("triton", "cpu_flash", "blockwise"):
+    implements("attention", _form)(functools.partial(_apply, form=_form))
+for _form in ("flash_attn", "triton", "sdpa"):
+    simulates("attention", _form)(functools.partial(_simulate, form=_form))

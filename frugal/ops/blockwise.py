@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from frugal.ops.planned import sampled
+from frugal.ops.simulated import sampled
 
 CPU_BLOCK, BLOCK = 128, 512  # queries and keys of a tile: in the cache on a CPU, few launches elsewhere
 LOG2E = 1.4426950408889634  # scores are kept in powers of two: on CPUs exp2 is fast for every argument, exp is not

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from frugal.errors import UnsupportedError
-from frugal.ops.table import PARAMETER_OPS, ROWS, Choice, choose
+from frugal.ops.registry import PARAMETER_OPS, ROWS, Choice, choose
 from frugal.ops.target import Target, target_of
 
 AUTO = "auto"

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from frugal.ops.kernel_forms import kernels, takes_kernel
+from frugal.ops.kernel_forms import kernels
+from frugal.ops.registry import implements, resolve
 from frugal.ops.weights import Weight, matmul_add_, matmul_t, rows
 
 LOG2E = 1.4426950408889634  # exp2 is fast for every argument on CPUs; exp takes 20 times longer near underflow
@@ -53,13 +54,24 @@ class Chunk:
         self.parts, self.grads, self.options = parts, grads, options
         self.acc = torch.promote_types(parts.hidden.dtype, torch.float32)
         # What is added to logits, and products of gradients that are kept in fp32, need fp32 logits.
-        plain = parts.bias is None and parts.u is None and grads.weight is None
-        whole = options.chunk_vocab >= int(parts.weight.shape[0])
-        self.fused = plain and whole and takes_kernel("linear_cross_entropy", parts.hidden, options.implementation)
+        fp32_logits = None
+        if parts.bias is not None or parts.u is not None or grads.weight is not None:
+            fp32_logits = "a bias, an adapter on the head or a trained head needs logits in fp32"
+        elif options.chunk_vocab < int(parts.weight.shape[0]):
+            fp32_logits = "the vocabulary is taken in tiles"
+        self.form, _ = resolve("linear_cross_entropy", parts.hidden, options.implementation, fp32_logits=fp32_logits)
+        self.fused = self.form is Chunk.run_by_kernel
         """Logits stay in the hidden states' dtype and become their gradients in one launch."""
 
-    def run_fused(self, h: Tensor, y: Tensor, w: Tensor | None, buffer: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """`run` by the Triton kernel: loss of each token and the gradient of h."""
+    def run(self, h: Tensor, u: Tensor | None, y: Tensor, w: Tensor | None,
+            buffer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """Loss of each token [chunk] and, if asked for, the gradients of h and u in fp32."""
+        found: tuple[Tensor, Tensor | None, Tensor | None] = self.form(self, h, u, y, w, buffer)
+        return found
+
+    def run_by_kernel(self, h: Tensor, u: Tensor | None, y: Tensor, w: Tensor | None,
+                      buffer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """`run` by the Triton kernel."""
         o = self.options
         logits = matmul_t(h, self.parts.weight, buffer)
         once = kernels("cross_entropy_once")
@@ -70,14 +82,14 @@ class Chunk:
                 logits, y, scale=o.logit_scale, softcap=o.softcap, ignore_index=o.ignore_index, token_weights=w
             )
             product = matmul_add_(torch.zeros_like(h), logits, self.parts.weight)
-            return losses, factor[:, None] * product
+            return losses, factor[:, None] * product, None
         loss: Tensor = kernels("cross_entropy").cross_entropy_(
             logits, y, scale=o.logit_scale, softcap=o.softcap, ignore_index=o.ignore_index,
             label_smoothing=o.label_smoothing, z_loss=o.z_loss, token_weights=w, gradient=self.grads.wanted,
         )  # fmt: skip
         if self.grads.hidden is None:
-            return loss, None
-        return loss, matmul_add_(torch.zeros_like(h), logits, self.parts.weight)
+            return loss, None, None
+        return loss, matmul_add_(torch.zeros_like(h), logits, self.parts.weight), None
 
     def logits(self, h: Tensor, u: Tensor | None, lo: int, hi: int, buffer: Tensor | None) -> Tensor:
         """z before the soft cap for vocabulary rows lo..hi: [chunk, hi - lo], fp32 (fp64 for fp64 input)."""
@@ -121,12 +133,10 @@ class Chunk:
                 block = rows(p.weight, lo, hi, h.dtype)
                 dh += torch.mm(narrow, block)
 
-    def run(self, h: Tensor, u: Tensor | None, y: Tensor, w: Tensor | None,
-            buffer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """Loss of each token [chunk] and, if asked for, the gradients of h and u in fp32."""
+    def run_by_torch(self, h: Tensor, u: Tensor | None, y: Tensor, w: Tensor | None,
+                     buffer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """`run` in torch operations."""
         p, g, o, acc = self.parts, self.grads, self.options, self.acc
-        if self.fused:
-            return (*self.run_fused(h, y, w, buffer), None)
         vocab = int(p.weight.shape[0])
         blocks = list(ranges(vocab, o.chunk_vocab))
         whole = len(blocks) == 1
@@ -187,6 +197,10 @@ class Chunk:
                 z *= slope
             self.backward(z, h, dh, u, du, lo, hi)
         return loss, dh, du
+
+
+implements("linear_cross_entropy", "triton")(Chunk.run_by_kernel)
+implements("linear_cross_entropy", "torch")(Chunk.run_by_torch)
 
 
 def _softmax_(z: Tensor) -> Tensor:

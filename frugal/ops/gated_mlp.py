@@ -8,6 +8,7 @@ forward is skipped altogether (`frugal.ops.recompute`), so every product is comp
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from frugal.ops import recompute
-from frugal.ops.kernel_forms import kernels, takes_kernel
-from frugal.ops.planned import sampled
+from frugal.ops.kernel_forms import kernels
 from frugal.ops.projection import N_TENSORS, Projection, ProjectionGrads, Running, projection_reference, under_autocast
+from frugal.ops.registry import implements, resolve
+from frugal.ops.simulated import sampled
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 # Of a tile's four [tile, intermediate_size] buffers. On a GPU every tile dequantises the weights again, which more than
@@ -166,12 +168,21 @@ def gated_mlp(
         tile_tokens = tile_tokens_for(flat.shape[0], size, x.dtype.itemsize, on_cpu=x.device.type == "cpu")
     projections = (*gate_up, down)
     ticket = recompute.ticket()
+    run, _ = resolve("gated_mlp", flat, implementation)
     with quiet:
-        y: Tensor = _GatedMlp.apply(
-            flat, projections, activation, max(1, tile_tokens), ticket is not None and ticket.skip,
-            takes_kernel("gated_mlp", flat, implementation),
-            *(t for p in projections for t in p.tensors()),
-        )  # fmt: skip
+        y: Tensor = run(flat, projections, activation, max(1, tile_tokens), ticket is not None and ticket.skip)
     if ticket is not None:
         ticket.done(y)
     return y.view(*x.shape[:-1], down.out_features)
+
+
+def _apply(
+    x: Tensor, projections: tuple[Projection, ...], activation: Activation, tile: int, skip: bool, *, fused: bool
+) -> Tensor:
+    tensors = (t for p in projections for t in p.tensors())
+    y: Tensor = _GatedMlp.apply(x, projections, activation, tile, skip, fused, *tensors)
+    return y
+
+
+implements("gated_mlp", "triton")(partial(_apply, fused=True))
+implements("gated_mlp", "torch")(partial(_apply, fused=False))

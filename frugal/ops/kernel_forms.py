@@ -1,41 +1,23 @@
-"""Triton forms of operations that memory traffic bounds, and whether a call takes them.
-
-Kernels are imported when a call first takes one: the package works without Triton. A fake tensor never takes one (the
-planner runs the torch forms, whose memory is the same or more), nor does a CPU tensor.
-"""
+"""Triton forms of operations that memory traffic bounds. Kernels are imported when a call first takes one: the package
+works without Triton."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from frugal.codecs.nf4 import NF4Tensors
 from frugal.codecs.nf4_codes import BLOCK, nested_code, nf4_code
-from frugal.ops.table import choose
+from frugal.ops.registry import implements
 
 
 def kernels(module: str) -> Any:
     """A module of frugal.kernels; it imports Triton."""
     return importlib.import_module(f"frugal.kernels.{module}")
-
-
-@functools.cache
-def _chosen(op: str, device: torch.device, dtype: torch.dtype) -> bool:
-    return choose(op, device, dtype).name == "triton"
-
-
-def takes_kernel(op: str, x: Tensor, implementation: str | None = None, *, dtype: torch.dtype | None = None) -> bool:
-    """Whether ``op`` on ``x`` in ``dtype`` (x's) runs as a Triton kernel: by name, or as the table chooses."""
-    if implementation is not None:
-        return implementation == "triton"
-    real_gpu = x.device.type == "cuda" and not isinstance(x, FakeTensor)
-    return real_gpu and _chosen(op, x.device, x.dtype if dtype is None else dtype)
 
 
 class RmsNorm(torch.autograd.Function):
@@ -60,6 +42,7 @@ class RmsNorm(torch.autograd.Function):
         return dx, dw if dw is None else dw.to(weight.dtype), None, None
 
 
+@implements("nf4_rows", "triton")
 def nf4_rows(weight: NF4Tensors, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     """Rows ``start`` to ``stop`` of an NF4 matrix in one launch (bitsandbytes takes three to five)."""
     columns = weight.shape[1]
@@ -69,6 +52,7 @@ def nf4_rows(weight: NF4Tensors, start: int, stop: int, dtype: torch.dtype) -> T
     return flat[first - aligned :].view(-1, columns)
 
 
+@implements("nf4_rows_with_update", "triton")
 def nf4_rows_with_update(
     weight: NF4Tensors, start: int, stop: int, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype
 ) -> Tensor:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from frugal.ops.cross_entropy_chunk import Chunk, Grads, Options, Parts, ranges
 from frugal.ops.fake import is_fake
-from frugal.ops.planned import planned_targets, sampled
+from frugal.ops.simulated import sampled, simulated_targets
 from frugal.ops.weights import Weight, row_blocks
 
 IGNORE_INDEX = -100
@@ -89,7 +89,7 @@ def _walk(parts: Parts, labels: Tensor, weights: Tensor | None, grads: Grads, op
     if not fake and bool((keep & ((labels < 0) | (labels >= vocab))).any()):
         raise IndexError(f"labels must be {options.ignore_index} or in [0, {vocab}); got {int(labels.min())} to "
                          f"{int(labels.max())}")  # fmt: skip
-    picked = (torch.arange(planned_targets(n_tokens), device=hidden.device) if fake
+    picked = (torch.arange(simulated_targets(n_tokens), device=hidden.device) if fake
               else None if bool(keep.all()) else keep.nonzero()[:, 0])  # fmt: skip
     n_kept = n_tokens if picked is None else picked.shape[0]
     chunk = Chunk(parts, grads, options)

@@ -23,6 +23,7 @@ from frugal.ops.projection import (
     projection_reference,
     under_autocast,
 )
+from frugal.ops.registry import implements, resolve
 from frugal.ops.weights import Weight
 
 
@@ -83,6 +84,14 @@ def lora_linear(
         raise ValueError(f"x has {x.shape[-1]} features, the weight takes {int(weight.shape[1])}")
     x, quiet = under_autocast(x)
     p = Projection(weight, bias, lora)
+    flat = x.reshape(-1, x.shape[-1])
+    run, _ = resolve("lora_linear", flat)
     with quiet:
-        y: Tensor = _LoraLinear.apply(x.reshape(-1, x.shape[-1]), *p.tensors(), p, dropout if lora is not None else 0.0)
+        y: Tensor = run(flat, p, dropout if lora is not None else 0.0)
     return y.view(*x.shape[:-1], p.out_features)
+
+
+@implements("lora_linear", "torch")
+def _by_torch(x: Tensor, p: Projection, dropout: float) -> Tensor:
+    y: Tensor = _LoraLinear.apply(x, *p.tensors(), p, dropout)
+    return y

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm that keep their input and a number or two a row.
+"""RMSNorm that keeps its input and a number a row.
 
 Stock RMSNorm in torch operations keeps the fp32 copy, its square's mean, the normalised value and the 16-bit copy; here
 x and 1 / rms are kept. Statistics and products are fp32 (fp64 for fp64), rounded once.
@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from frugal.kernels import MAX_NORM_COLUMNS
-from frugal.ops.kernel_forms import RmsNorm, takes_kernel
-from frugal.ops.planned import sampled
+from frugal.ops.kernel_forms import RmsNorm
+from frugal.ops.registry import implements, resolve
+from frugal.ops.simulated import sampled
 
 BLOCK_BYTES = 2 * 2**20  # rows worked on at a time: temporaries stay in the cache
 
@@ -80,24 +79,23 @@ def rms_norm(
     ``weight`` [hidden_size] or None; ``offset`` 1 where the family stores weight - 1 (Gemma).
     """
     flat = x.reshape(-1, x.shape[-1])
-    if flat.shape[1] <= MAX_NORM_COLUMNS and takes_kernel("rms_norm", flat, implementation):
-        y: Tensor = RmsNorm.apply(flat, weight, eps, offset)
-    else:
-        y = _RmsNorm.apply(flat, weight, eps, offset)
+    run, _ = resolve("rms_norm", flat, implementation, columns=flat.shape[1])
+    y: Tensor = run(flat, weight, eps, offset)
     return y.view(x.shape)
 
 
-def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """The definition: (x - mean) / sqrt(var + eps) * weight + bias, in fp32, rounded once."""
-    acc = torch.promote_types(x.dtype, torch.float32)
-    wide = x.to(acc)
-    centred = wide - wide.mean(-1, keepdim=True)
-    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    y = y if weight is None else y * weight.to(acc)
-    return (y if bias is None else y + bias.to(acc)).to(x.dtype)
+@implements("rms_norm", "triton")
+def _by_kernel(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    y: Tensor = RmsNorm.apply(x, weight, eps, offset)
+    return y
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm over the last axis of x [..., hidden_size]. torch's own keeps x, mean and 1 / std: nothing to save."""
-    weight = None if weight is None else weight.to(x.dtype)
-    return F.layer_norm(x, (x.shape[-1],), weight, None if bias is None else bias.to(x.dtype), eps)
+@implements("rms_norm", "torch")
+def _by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    y: Tensor = _RmsNorm.apply(x, weight, eps, offset)
+    return y
+
+
+@implements("rms_norm", "reference")
+def _by_definition(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    return rms_norm_reference(x, weight, eps, offset=offset)

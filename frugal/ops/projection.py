@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from frugal.codecs.nf4 import NF4Tensors
-from frugal.codecs.nf4_codes import BLOCK
-from frugal.ops.kernel_forms import nf4_rows_with_update, takes_kernel
+from frugal.ops.registry import implements, resolve
 from frugal.ops.weights import Weight, block_rows, row_blocks, rows
 
 Lora = tuple[Tensor, Tensor, float]
@@ -134,11 +133,10 @@ class Running:
         elif self.merged:  # the sum is a copy, also of a dense W
             n_rows, step = self.p.out_features, block_rows(self.p.in_features, self.dtype, self.device)
             ranges = ((lo, min(lo + step, n_rows)) for lo in range(0, n_rows, step))
-        kernel = isinstance(weight, NF4Tensors) and takes_kernel("nf4_rows", weight.packed, dtype=self.dtype)
-        in_one_pass = kernel and self.merged and self.p.in_features % BLOCK == 0
         for start, stop in ranges:
-            if in_one_pass and isinstance(weight, NF4Tensors) and self.a is not None and self.b is not None:
-                yield start, stop, nf4_rows_with_update(weight, start, stop, self.a, self.b, self.scale, self.dtype)
+            if self.merged and isinstance(weight, NF4Tensors) and self.a is not None and self.b is not None:
+                run, _ = resolve("nf4_rows_with_update", weight.packed, dtype=self.dtype, columns=self.p.in_features)
+                yield start, stop, run(weight, start, stop, self.a, self.b, self.scale, self.dtype)
                 continue
             block = rows(weight, start, stop, self.dtype)
             if self.merged and self.a is not None and self.b is not None:
@@ -240,3 +238,10 @@ def under_autocast(x: Tensor) -> tuple[Tensor, Any]:
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return x, nullcontext()
     return x.to(torch.get_autocast_dtype(kind)), torch.autocast(kind, enabled=False)
+
+
+@implements("nf4_rows_with_update", "torch")
+def _nf4_rows_with_update(
+    weight: NF4Tensors, start: int, stop: int, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
+    return rows(weight, start, stop, dtype).addmm_(b[start:stop], a, alpha=scale)

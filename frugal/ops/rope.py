@@ -9,14 +9,16 @@ in one launch on a GPU that has the kernel.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from frugal.ops.kernel_forms import kernels, takes_kernel
-from frugal.ops.planned import sampled
+from frugal.ops.kernel_forms import kernels
+from frugal.ops.registry import implements, resolve
+from frugal.ops.simulated import sampled
 
 CPU_BLOCK_BYTES = 2**18  # of half the heads of a block of tokens: the five passes over it stay in the cache
 
@@ -102,12 +104,18 @@ def _turn_(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
         b.mul_(c).add_(crossed, alpha=-1 if back else 1)
 
 
-def _turn_pair_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, back: bool, kernel: bool) -> None:
-    """q and k in place, in one launch where there is a kernel."""
-    if kernel:
-        kernels("rope").rope_(q, k, cos, sin, backward=back)
-        torch.autograd.graph.increment_version([t for t in (q, k) if t is not None])
-        return
+TurnPair: TypeAlias = Callable[[Tensor, Tensor | None, Tensor, Tensor, bool], None]
+"""Rotates q and k in place; backward with True."""
+
+
+@implements("rope", "triton")
+def _turn_pair_by_kernel_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, back: bool) -> None:
+    kernels("rope").rope_(q, k, cos, sin, backward=back)
+    torch.autograd.graph.increment_version([t for t in (q, k) if t is not None])
+
+
+@implements("rope", "torch")
+def _turn_pair_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, back: bool) -> None:
     _turn_(q, cos, sin, back)
     if k is not None:
         _turn_(k, cos, sin, back)
@@ -119,11 +127,11 @@ class _RopePair(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernel: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, turn: TurnPair) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        ctx.kernel = kernel
+        ctx.turn = turn
         q, k = q.detach(), k.detach()
-        _turn_pair_(q, k, cos, sin, False, kernel)
+        turn(q, k, cos, sin, False)
         return q, k
 
     @staticmethod
@@ -132,7 +140,7 @@ class _RopePair(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         # The incoming gradients may belong to somebody else: turn copies.
         dq, dk = (_copy(grad) for grad in outputs)
-        _turn_pair_(dq, dk, cos, sin, True, ctx.kernel)
+        ctx.turn(dq, dk, cos, sin, True)
         return dq, dk, None, None, None
 
 
@@ -140,11 +148,11 @@ class _RopeJoint(torch.autograd.Function):
     """As `_RopePair` for the first ``heads`` heads of one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int, kernel: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int, turn: TurnPair) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.heads, ctx.kernel = heads, kernel
+        ctx.heads, ctx.turn = heads, turn
         x = x.detach()
-        _turn_pair_(x[:, :heads], None, cos, sin, False, kernel)
+        turn(x[:, :heads], None, cos, sin, False)
         return x
 
     @staticmethod
@@ -152,7 +160,7 @@ class _RopeJoint(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         dx = _copy(outputs[0])
         cos, sin = ctx.saved_tensors
-        _turn_pair_(dx[:, : ctx.heads], None, cos, sin, True, ctx.kernel)
+        ctx.turn(dx[:, : ctx.heads], None, cos, sin, True)
         return dx, None, None, None, None
 
 
@@ -177,7 +185,7 @@ def rope_pair(
     views of them; and where nobody reads them afterwards. Views of one tensor: `rope_joint`.
     """
     _check_overwritten(q, k)
-    turned: tuple[Tensor, Tensor] = _RopePair.apply(q, k, cos, sin, takes_kernel("rope", q, implementation))
+    turned: tuple[Tensor, Tensor] = _RopePair.apply(q, k, cos, sin, resolve("rope", q, implementation)[0])
     return turned
 
 
@@ -187,5 +195,5 @@ def rope_joint(x: Tensor, heads: int, cos: Tensor, sin: Tensor, *, implementatio
     The tensor is split afterwards: autograd would have to make views of a tensor that changed anew.
     """
     _check_overwritten(x)
-    turned: Tensor = _RopeJoint.apply(x, cos, sin, heads, takes_kernel("rope", x, implementation))
+    turned: Tensor = _RopeJoint.apply(x, cos, sin, heads, resolve("rope", x, implementation)[0])
     return turned

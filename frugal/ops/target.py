@@ -24,6 +24,8 @@ class Target:
     amd: bool = False
     """A ROCm build of torch, which calls its devices cuda."""
     name: str = ""
+    simulated: bool = False
+    """Stands for a device that is not here: what is installed on this machine does not count."""
 
     @property
     def label(self) -> str:
@@ -71,7 +73,7 @@ def no_triton(target: Target, dtype: torch.dtype) -> str | None:
         return f"not supported on {target.label}: Triton compiles for sm_75 and later"
     if dtype is torch.bfloat16 and target.capability < TENSOR_CORES_IN_TRITON:
         return f"bfloat16 is only emulated on {target.label}: use float16"
-    return kernels.why_not()
+    return None if target.simulated else kernels.why_not()
 
 
 def no_tensor_cores(target: Target) -> str | None:

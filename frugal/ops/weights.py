@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from frugal.codecs.nf4 import NF4Tensors
-from frugal.ops.kernel_forms import nf4_rows, takes_kernel
-from frugal.ops.planned import sampled
+from frugal.ops import kernel_forms  # noqa: F401  (registers the kernel's rows)
+from frugal.ops.registry import implements, resolve
+from frugal.ops.simulated import sampled
 
 BLOCK_BYTES = 16 * 2**20  # dense bytes of one block of rows on a GPU: amortises the launch, far below a layer's matrix
 CPU_BLOCK_BYTES = 4 * 2**20  # on a CPU: a block stays in the cache (products of 1024-row blocks ran 10 % faster)
@@ -35,19 +36,21 @@ class QuantisedWeight(Protocol):
 Weight: TypeAlias = Tensor | QuantisedWeight
 
 
-def is_dense(weight: Weight) -> bool:
-    """Whether the weight is an ordinary tensor."""
-    return isinstance(weight, Tensor)
-
-
 def rows(weight: Weight, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     """Rows ``start`` to ``stop`` in ``dtype``: a view when nothing has to be converted."""
     if isinstance(weight, Tensor):
         return weight[start:stop].to(dtype)
     if dtype == torch.float64:  # quantised values are fp32 numbers; only tests compute wider
         return weight.dequantize_rows(start, stop, torch.float32).double()
-    if isinstance(weight, NF4Tensors) and takes_kernel("nf4_rows", weight.packed, dtype=dtype):
-        return nf4_rows(weight, start, stop, dtype)
+    if not isinstance(weight, NF4Tensors):
+        return weight.dequantize_rows(start, stop, dtype)
+    run, _ = resolve("nf4_rows", weight.packed, dtype=dtype)
+    block: Tensor = run(weight, start, stop, dtype)
+    return block
+
+
+@implements("nf4_rows", "torch")
+def _nf4_rows(weight: NF4Tensors, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     return weight.dequantize_rows(start, stop, dtype)
 
 

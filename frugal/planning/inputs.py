@@ -16,7 +16,7 @@ from frugal.assets import is_known
 from frugal.device import Device, DtypeChoice, probe, resolve_dtype
 from frugal.errors import ModelError, UnsupportedError
 from frugal.gpus import find_gpu
-from frugal.ops.planned import PlannedDevice
+from frugal.ops.simulated import SimulatedDevice
 from frugal.planning.architectures import architectures, known_architecture
 from frugal.units import nominal_gib, parse_size
 
@@ -34,9 +34,9 @@ class Planned:
     dtype: DtypeChoice
 
     @property
-    def target(self) -> PlannedDevice:
+    def target(self) -> SimulatedDevice:
         """For the operations."""
-        return PlannedDevice(self.kind, self.capability)
+        return SimulatedDevice(self.kind, self.capability)
 
 
 def planned_device(dtype: str, *, gpu: str | None, vram: str | None, host_ram: str | None) -> Planned:

@@ -22,7 +22,7 @@ from frugal.memory.meter import LiveBytesMeter
 from frugal.memory.meter_report import OPTIMIZER, optimizer_tensors
 from frugal.objectives import LossModule
 from frugal.objectives.base import Batch
-from frugal.ops.planned import PlannedDevice, planning_for
+from frugal.ops.simulated import SimulatedDevice, simulating
 from frugal.planning.allocation_sites import SiteMeter, Sites, rest_without_gradients, subtract
 from frugal.planning.skeleton import FakeRun, build_fake
 from frugal.training.optim import build_optimizer, trainable
@@ -62,7 +62,7 @@ class Subject:
     train: TrainSection
     memory: MemorySection
     compute: torch.dtype
-    device: PlannedDevice
+    device: SimulatedDevice
     vocab_size: int | None = None
     packed: bool = False
     documents: int = 1
@@ -124,7 +124,7 @@ class SimulatedModel:
 
     def state_bytes(self) -> int:
         """Optimizer state once there is one."""
-        with planning_for(self.subject.device), self.mode:
+        with simulating(self.subject.device), self.mode:
             self.step.put_state()
         return sum(tensor.untyped_storage().nbytes() for tensor in optimizer_tensors(self.optimizer))
 
@@ -132,7 +132,7 @@ class SimulatedModel:
         """Forward and backward of one micro-batch of a later step; with accumulation, of the step's second, which
         finds gradients (a third is like it)."""
         if shape not in self._micro_batches:
-            with planning_for(self.subject.device, targets=shape.targets), self.mode:
+            with simulating(self.subject.device, targets=shape.targets), self.mode:
                 self._prepare(first=False, gradients=self.subject.train.gradient_accumulation_steps > 1)
                 meter = SiteMeter(self.module, self.optimizer, detail=True)
                 with meter:
@@ -144,7 +144,7 @@ class SimulatedModel:
     def _update(self, first: bool) -> Sites:
         """Norm, clipping and optimizer, with all gradients there."""
         if first not in self._updates:
-            with planning_for(self.subject.device), self.mode:
+            with simulating(self.subject.device), self.mode:
                 self._prepare(first=first, gradients=True)
                 meter = SiteMeter(self.module, self.optimizer, detail=True)
                 with meter:
@@ -153,7 +153,7 @@ class SimulatedModel:
         return self._updates[first]
 
     def _step_in_backward(self, shape: Shape, first: bool) -> Sites:
-        with planning_for(self.subject.device, targets=shape.targets), self.mode:
+        with simulating(self.subject.device, targets=shape.targets), self.mode:
             self._prepare(first=first, gradients=False)
             meter = SiteMeter(self.module, self.optimizer, detail=True)
             with meter:
@@ -162,7 +162,7 @@ class SimulatedModel:
 
     def _evaluation(self, shape: Shape) -> Sites:
         """One batch of `frugal.training.evaluate.evaluate_rows`."""
-        with planning_for(self.subject.device, targets=shape.targets), self.mode, torch.no_grad():
+        with simulating(self.subject.device, targets=shape.targets), self.mode, torch.no_grad():
             self.step.put_state()
             self.module.eval()
             meter = SiteMeter(self.module, self.optimizer, detail=True)

@@ -23,8 +23,6 @@ from frugal.manifest import Manifest, versions
 from frugal.models.build import BuiltModel
 from frugal.models.head import HeadSpec
 from frugal.models.resolve import ResolvedModel
-from frugal.ops.choice import choices
-from frugal.ops.table import PARAMETER_OPS
 from frugal.run.memory import Forecast, measured_lines
 from frugal.run.progress import Reporter
 from frugal.run.setup import Machine, RunSetup
@@ -116,10 +114,6 @@ class RunEvents:
         )
         sharing = next(one for one in setup.decisions if one.key == "distributed.strategy")
         self._decided("strategy", strategy.name, sharing.reason)
-        for choice in choices(device.torch_device, dtype.compute, use_dora=self.config.lora.use_dora):
-            used = choice.op not in PARAMETER_OPS or self.config.train.optim == "adamw_8bit"
-            if used and choice.op != "attention":  # attention is the model's matter, too: see `built`
-                self.manifest.decide(Decision(f"op {choice.op}", choice.name, choice.reason, choice.rejected))
         self.say(f"device {device.name}, compute {compute} ({dtype.reason}), adapters float32")
         if strategy.world_size > 1:
             self.say(f"{strategy.world_size} processes, {strategy.name}: {sharing.reason}")
@@ -153,6 +147,11 @@ class RunEvents:
         self.manifest.add("warm-up step", asdict(result))
         self.manifest.add("out-of-memory fallback", fallback.taken)
         self.say(*measured_lines(forecast, result, fallback.taken))
+
+    def ran(self, decisions: list[Decision[str]]) -> None:
+        """What operations resolved to while running, with what they fell back from."""
+        for decision in decisions:
+            self.manifest.decide(decision)
 
     def training(self, accelerator: Accelerator, step: int) -> None:
         """Steps begin after ``step``: start trackers and progress, drop later log records."""

@@ -23,6 +23,7 @@ from frugal.memory.checkpointing import apply_activation_checkpointing
 from frugal.models.resolve import base_fingerprint
 from frugal.models.tokenizer import zero_embedding_rows
 from frugal.objectives import LossModule, make_objective
+from frugal.ops.registry import recording
 from frugal.run.events import RunEvents
 from frugal.run.memory import limit_allocator, start_fallback, warm_up
 from frugal.run.samples import Samples
@@ -111,6 +112,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         events.resolved(machine, setup, base_fingerprint=fingerprint)
         limit_allocator(config, device)
 
+        ran = cleanup.enter_context(recording())
         with events.phase("load"):
             take_layer, notes = layer_taker(config, base, strategy)
             events.say(*notes)
@@ -186,6 +188,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
                 save = partial(writer.rehearse, state)
                 measured = warm_up(config, training, fallback, first_step=state.step, save=save)
             events.measured(forecast, measured, fallback)
+            events.ran(ran.decisions())
         events.training(accelerator, state.step)
         with events.phase("training"), StopRequest(events.say) as stop, group.guarded():
             state = train_loop(training, Hooks(events.step, writer.save, stop, fallback.next), state)
@@ -201,5 +204,6 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             adapter = strategy.full_adapter(model)
             final = partial(save_final, run_dir, model, adapter, tokenizer)
             group.on_first(lambda: final(base=base.path, card=card, base_fingerprint=fingerprint))
+        events.ran(ran.decisions())
         events.finished(result, samples.rows)
     return result

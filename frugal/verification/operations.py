@@ -30,7 +30,7 @@ from frugal.ops import (
     rope_reference,
 )
 from frugal.ops.adam8bit import adam8bit_
-from frugal.ops.table import ROWS
+from frugal.ops.registry import ROWS
 from frugal.verification.judge import Measurement, Random, Subject, with_gradients, worst
 
 _OFFSETS = (0, 97, 98, 300)

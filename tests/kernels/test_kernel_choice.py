@@ -10,9 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from frugal.errors import UnsupportedError
+from frugal.ops import adam8bit  # noqa: F401  (registers its rows)
 from frugal.ops.choice import choices
-from frugal.ops.kernel_forms import takes_kernel
-from frugal.ops.table import choose
+from frugal.ops.registry import choose, resolve
+from frugal.ops.simulated import SimulatedDevice, simulating
 from frugal.ops.target import Target
 
 OPS = ["linear_cross_entropy", "gated_mlp", "rms_norm", "rope", "nf4_rows", "adam8bit"]
@@ -37,10 +38,6 @@ def test_by_device(op: str) -> None:
         choose(op, "cpu", named="triton")
 
 
-def test_products_stay_with_the_vendors_library() -> None:
-    assert "vendor's library" in choose("lora_linear", A10, torch.bfloat16).rejected["triton"]
-
-
 def test_optimizer_steps_are_chosen_for_float32_parameters() -> None:
     """A run that computes in emulated bfloat16 on a T4 still has float32 adapters."""
     by_op = {choice.op: choice for choice in choices(T4, torch.bfloat16)}
@@ -50,15 +47,21 @@ def test_optimizer_steps_are_chosen_for_float32_parameters() -> None:
         choose("adam8bit", "cpu", torch.float64)
 
 
-def test_layer_norm_is_torchs_everywhere() -> None:
-    assert "one fused kernel" in choose("layer_norm", A10, torch.bfloat16).rejected["triton"]
-
-
 def test_neither_cpu_nor_fake_tensors_take_a_kernel() -> None:
     for op in OPS:
-        assert not takes_kernel(op, torch.zeros(2, 2))
+        form, decision = resolve(op, torch.zeros(2, 2))
+        assert decision.value in ("torch", "bitsandbytes")
         with FakeTensorMode():
-            assert not takes_kernel(op, torch.zeros(2, 2))
+            assert resolve(op, torch.zeros(2, 2))[0] is form
+
+
+def test_a_plan_for_a_gpu_resolves_through_the_same_rows_and_never_calls_a_kernel() -> None:
+    for op in OPS:
+        plain = resolve(op, torch.zeros(2, 2))[0]
+        with simulating(SimulatedDevice("cuda", (8, 6))):
+            form, decision = resolve(op, torch.empty(2, 2, device="meta", dtype=torch.float32))
+        assert decision.value == "triton"
+        assert form is plain
 
 
 def test_without_triton_everything_imports_and_says_why() -> None:
@@ -75,7 +78,7 @@ importlib.util.find_spec = lambda name, package=None: None if name == "triton" e
 sys.meta_path.insert(0, Hidden())
 assert "triton" not in sys.modules
 import frugal.kernels, frugal.ops
-from frugal.ops.table import choose
+from frugal.ops.registry import choose
 from frugal.ops.target import Target
 choice = choose("rms_norm", Target("cuda", (8, 6)), torch.bfloat16)
 assert choice.name == "torch" and "triton is not installed" in choice.rejected["triton"], choice

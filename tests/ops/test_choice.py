@@ -14,8 +14,8 @@ from frugal.errors import UnsupportedError
 from frugal.ops import attention, attention_reference, choose
 from frugal.ops import attention_choice as rules
 from frugal.ops.choice import check_attention, choices
+from frugal.ops.registry import ROWS
 from frugal.ops.sdpa import grouped_as_batch, takes_flash
-from frugal.ops.table import ROWS
 from frugal.ops.target import Target, no_triton, target_of
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from frugal.memory.meter import LiveBytesMeter
-from frugal.ops import attention_reference, choose
+from frugal.ops import attention, attention_reference, choose, registry
 from frugal.ops.head_groups import WORKSPACE_BYTES, head_ranges, key_heads_at_once
-from frugal.ops.planned import PlannedDevice, planned_attention, planning_for
 from frugal.ops.sdpa import CPU, EFFICIENT, FLASH, Kernel, _Sdpa, kernel_for, sdpa
+from frugal.ops.simulated import SimulatedDevice, simulating
 from frugal.ops.target import Target
 
 WHOLE = [(0, 2, 0, 40)]
@@ -111,13 +111,13 @@ def test_backward_of_several_documents_holds_one_set_of_gradients() -> None:
     assert gradients <= meter.peak_bytes - meter.report().start_bytes < 1.5 * gradients
 
 
-def backward_bytes(attention: str, documents: int = 1) -> int:
+def backward_bytes(asked: str, documents: int = 1) -> int:
     """Live bytes at the highest moment of attention's backward in a plan for a GPU, besides what was kept."""
     tokens = 32_768
     q, k, v = qkv(torch.bfloat16, batch=1, heads=32, kv=8, tokens=tokens, size=128, device="meta")
     offsets = list(range(0, tokens + 1, tokens // documents))
-    with planning_for(PlannedDevice("cuda", (8, 6), attention)):
-        out = planned_attention(q, k, v, cu_seqlens=offsets)
+    with simulating(SimulatedDevice("cuda", (8, 6), asked)):
+        out = attention(q, k, v, cu_seqlens=offsets)
         with LiveBytesMeter(detail=True, device="meta") as meter:
             torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
     return (meter.peak_bytes - meter.report().start_bytes) // tokens
@@ -131,7 +131,8 @@ def test_what_a_plan_counts_in_backward(monkeypatch: pytest.MonkeyPatch) -> None
     assert backward_bytes("auto") == gradients + max(one_key_head, each_head)
     assert backward_bytes("auto", documents=8) == backward_bytes("triton") == max(gradients, 8192 + each_head)
     assert backward_bytes("flash_attn") == gradients + 4 * 4096 + 2 * 8192
-    monkeypatch.setattr("frugal.ops.flash_varlen.load", lambda: (print, ""))
+    monkeypatch.setattr(registry, "_RESOLVED", {})
+    monkeypatch.setattr("frugal.ops.attention_choice.flash_attn_missing", lambda: None)
     assert backward_bytes("auto") == gradients + one_key_head  # one document: torch's own
     assert backward_bytes("auto", documents=8) == gradients + 4 * 4096 + 2 * 8192
 

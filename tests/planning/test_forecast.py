@@ -23,7 +23,7 @@ from frugal.models.load import load_base
 from frugal.models.replacement import replace_modules
 from frugal.models.resolve import ResolvedModel
 from frugal.objectives import LossModule, make_objective
-from frugal.ops.planned import PlannedDevice
+from frugal.ops.simulated import SimulatedDevice
 from frugal.planning.simulate import PHASES, MemorySimulator, Phase, Shape
 from frugal.training import loop
 from frugal.training.evaluate import evaluate_rows
@@ -187,7 +187,7 @@ def simulation(setting: Setting, folder: Path, scratch: Path, *, whole: bool = F
         train_section(setting),
         MemorySection(fused=setting.fused),
         torch.float32,
-        PlannedDevice("cpu"),
+        SimulatedDevice("cpu"),
         policy=setting.policy,
         whole=whole,
         scratch_dir=str(scratch),

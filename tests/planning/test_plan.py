@@ -15,7 +15,7 @@ from frugal.cli.main import app
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection, load_config
 from frugal.errors import ConfigError, ModelError
 from frugal.gpus import GPUS, find_gpu
-from frugal.ops.planned import PlannedDevice
+from frugal.ops.simulated import SimulatedDevice
 from frugal.planning import Planner, make_planner
 from frugal.planning.architectures import known_architecture
 from frugal.planning.host import device_allowance, tensor_budget
@@ -36,11 +36,11 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 PATTERN = ["sliding_attention", "sliding_attention", "full_attention"] * 4
-GPU = PlannedDevice("cuda", (8, 0))
+GPU = SimulatedDevice("cuda", (8, 0))
 
 
 def simulation(
-    family: str, layers: int, *, whole: bool = False, device: PlannedDevice = GPU, **kw: Any
+    family: str, layers: int, *, whole: bool = False, device: SimulatedDevice = GPU, **kw: Any
 ) -> MemorySimulator:
     config = AutoConfig.for_model(family, num_hidden_layers=layers, dtype="bfloat16", **SIZES, **kw.pop("changes", {}))
     train = TrainSection(gradient_accumulation_steps=kw.pop("accumulate", 1), optim=kw.pop("optim", "adamw"))
@@ -54,7 +54,7 @@ def simulation(
     [
         ("llama", 8, {"policy": "offload", "accumulate": 2}),
         ("llama", 9, {"policy": "none", "optim": "adamw_8bit"}),
-        ("qwen3", 7, {"policy": "recompute", "device": PlannedDevice("cpu")}),
+        ("qwen3", 7, {"policy": "recompute", "device": SimulatedDevice("cpu")}),
         ("gemma3_text", 12, {"policy": "recompute", "changes": {"sliding_window": 64, "layer_types": PATTERN}}),
         ("gemma2", 9, {"policy": "disk", "quantize": "none"}),
     ],
@@ -92,7 +92,7 @@ QUADRATIC: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"policy": "offload", "packed": True, "documents": 64}),
     ("qwen2", {"policy": "none"}),
     ("qwen3", {"policy": "offload"}),
-    ("qwen3", {"policy": "recompute", "device": PlannedDevice("cpu")}),
+    ("qwen3", {"policy": "recompute", "device": SimulatedDevice("cpu")}),
     ("gemma2", {"policy": "none", "changes": {"sliding_window": 1024}}),
     ("gemma2", {"policy": "offload", "changes": {"sliding_window": 1024}, "packed": True, "documents": 64}),
     ("gemma3_text", {"policy": "none", "changes": {"sliding_window": 512, "layer_types": PATTERN[:3]}}),
