@@ -18,7 +18,7 @@ from frugal.config.shipped import shipped_configs
 from frugal.config.yaml import parse
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 QUICK = ("configs", "schema", "fetch --list")
 
@@ -78,7 +78,7 @@ def test_commands_exist(page: str, words: list[str]) -> None:
         words = words[words.index("-m") + 1 :]
         assert words[0] == "frugal", f"{page}: {words}"
     if words[0] == "make":
-        rules = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        rules = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert all(word in rules for word in words[1:] if "=" not in word), f"{page}: {words}"
     elif words[0] == "frugal":
         command = typer.main.get_command(app)
@@ -92,6 +92,7 @@ def test_commands_exist(page: str, words: list[str]) -> None:
         assert words[0] in ("source", "pip", "python"), f"{page}: {words}"
 
 
+@pytest.mark.slow
 def test_quick_commands_run(tmp_path: Path) -> None:
     """In the order of the page, in one folder: `configs copy`, then `train --dry-run`."""
     ran = 0
