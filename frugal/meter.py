@@ -83,7 +83,8 @@ class MeterDispatch(TorchDispatchMode):
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         namespace = func.namespace
         if namespace in ("aten", "prim", "prims"):
-            if self.opened and self._is_composite(func):  # nothing above the mode has taken it apart in there
+            # Nothing above the mode has taken it apart in there.
+            if self.opened and namespace == "aten" and self._is_composite(func):
                 with self:
                     return func.decompose(*args, **kwargs)
             return func(*args, **kwargs)
@@ -91,7 +92,9 @@ class MeterDispatch(TorchDispatchMode):
         # tensors are seen. Its autograd rule ran already, above this mode.
         device = next((x.device.type for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)), "cpu")
         key = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}.get(device)
-        if key is None or any(isinstance(x, FakeTensor) for x in tree_iter((args, kwargs))):
+        # Only frugal's own kernels can do without values: of fake tensors they allocate what they do on this machine.
+        fake = namespace != "frugal" and any(isinstance(x, FakeTensor) for x in tree_iter((args, kwargs)))
+        if key is None or fake:
             return func(*args, **kwargs)
         if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key.name):
             return func(*args, **kwargs)
