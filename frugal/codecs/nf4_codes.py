@@ -1,16 +1,19 @@
 """The dequantisation operator `frugal::nf4_dequantize` and the tables it reads.
 
-A `torch.library` operator, so that fake and meta tensors pass through it (a planner runs a model without memory) and so
-that the tables, which are real tensors, never meet a fake one.
+A `torch.library` operator, so that fake and meta tensors pass through it: a planner runs a model without memory. Where
+a plan for the CPU is metered, the fake tensors go through the very branch that this machine takes (`frugal.meter`).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from bitsandbytes import functional as bnb
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 BLOCK = 64
 """Elements that share one scale (absmax)."""
@@ -19,27 +22,31 @@ NESTED_BLOCK = 256
 
 # Bytes gathered at a time on the CPU: the int32 indices of one step stay in the second-level cache (256 kB).
 _CPU_STEP = 1 << 16
+_BITSANDBYTES_WRITES = (torch.float32, torch.float16, torch.bfloat16)  # of others it returns memory as it found it
 
 
 @functools.cache
 def nf4_code(device: torch.device) -> torch.Tensor:
     """The 16 NF4 values, float32, in rising order (QLoRA, arXiv 2305.14314, appendix E); bitsandbytes' own table."""
-    code: torch.Tensor = bnb.get_4bit_type("nf4", device=device)
-    return code.to(torch.float32)
+    with _disable_current_modes():  # a plan that asks first must not leave a table without values behind
+        code: torch.Tensor = bnb.get_4bit_type("nf4", device=device)
+        return code.to(torch.float32)
 
 
 @functools.cache
 def nested_code(device: torch.device) -> torch.Tensor:
     """The 256 values of the dynamic 8-bit map that stores scales (arXiv 1511.04561), float32."""
-    code: torch.Tensor = bnb.create_dynamic_map()
-    return code.to(device=device, dtype=torch.float32)
+    with _disable_current_modes():
+        code: torch.Tensor = bnb.create_dynamic_map()
+        return code.to(device=device, dtype=torch.float32)
 
 
 @functools.cache
 def pair_table() -> torch.Tensor:
     """complex64 [256] on the CPU: entry b holds the two float32 values of byte b (high nibble first), moved as one."""
-    code, byte = nf4_code(torch.device("cpu")), torch.arange(256)
-    return torch.complex(code[byte >> 4], code[byte & 15])
+    with _disable_current_modes():
+        code, byte = nf4_code(torch.device("cpu")), torch.arange(256)
+        return torch.complex(code[byte >> 4], code[byte & 15])
 
 
 @functools.cache
@@ -101,6 +108,8 @@ def _dequantize(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Elements ``start`` (a multiple of 64) to ``stop`` of the flattened matrix, as a [stop - start] tensor."""
+    if dtype not in _BITSANDBYTES_WRITES:
+        return _dequantize(packed, absmax, nested_absmax, offset, start, stop, torch.float32).to(dtype)
     count = stop - start
     scales = block_scales(absmax, nested_absmax, offset, start // BLOCK, -(stop // -BLOCK))
     codes = packed.reshape(-1)[start // 2 : -(stop // -2)]
@@ -132,7 +141,10 @@ def _dequantize_into(
 def _gather(codes: torch.Tensor, scales: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """CPU: two values a byte from the pair table, scaled in float32, then cast; same numbers as bitsandbytes."""
     table, count, dtype = pair_table(), result.numel(), result.dtype
-    for first in range(0, codes.numel(), _CPU_STEP):
+    steps: Sequence[int] = range(0, codes.numel(), _CPU_STEP)
+    if isinstance(codes, FakeTensor):  # a plan: the steps between allocate what the first does
+        steps = [*steps[:1], *steps[1:][-1:]]
+    for first in steps:
         last = min(first + _CPU_STEP, codes.numel())
         begin, end, blocks = 2 * first, min(2 * last, count), -((last - first) // -(BLOCK // 2))
         in_place = dtype == torch.float32 and end - begin == blocks * BLOCK

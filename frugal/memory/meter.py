@@ -84,14 +84,16 @@ class MeterDispatch(TorchDispatchMode):
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         namespace = func.namespace
         if namespace in ("aten", "prim", "prims"):
-            if self.opened and self._is_composite(func):  # nothing above the mode has taken it apart in there
+            # Nothing above the mode has taken it apart in there.
+            if self.opened and namespace == "aten" and self._is_composite(func):
                 with self:
                     return func.decompose(*args, **kwargs)
             return func(*args, **kwargs)
         # An operation implemented in Python: go past the mode to its kernel with the mode on again, so that its inner
         # tensors are seen. Its autograd rule ran already, above this mode.
         device = next((x.device.type for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)), "cpu")
-        fake = any(isinstance(x, FakeTensor) for x in tree_iter((args, kwargs)))
+        # Only frugal's own kernels can do without values: of fake tensors they allocate what they do on this machine.
+        fake = namespace != "frugal" and any(isinstance(x, FakeTensor) for x in tree_iter((args, kwargs)))
         keys = None if fake else kernel_keys(func, device)
         if keys is None:
             return func(*args, **kwargs)

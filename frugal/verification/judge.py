@@ -1,4 +1,10 @@
-"""When a number is right: measured against float64, an implementation may err as much as the plain computation does."""
+"""When a number is right: measured against float64, an implementation may err about as much as the plain computation.
+
+The largest error of one draw says little: two sound ways to compute attention on random numbers differ in it by a
+factor of three, and the CPU's instruction set decides which is ahead. So several draws are judged as one, and by their
+root mean square, whose ratio is steady. The largest error has a wider allowance; it is there for single wrong values,
+which hardly move a mean.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,12 @@ from torch import Tensor
 Values = Sequence[Tensor]
 Random = Callable[..., Tensor]
 """Normal numbers of the shape given."""
+Results = tuple[Values, Values, Values]
+"""Several tensors of one draw: as computed, in float64, and computed plainly in the same dtype."""
+DRAWS = 4
 _ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
-SLACK = {torch.float16: 8.0, torch.bfloat16: 8.0, torch.float32: 64.0}  # roundings of the result besides
+SLACK = {torch.float16: 8.0, torch.bfloat16: 8.0, torch.float32: 64.0}  # roundings of a single value besides
+MEAN_SLACK = 4.0  # roundings of the root mean square besides
 
 
 @dataclass(frozen=True)
@@ -39,20 +49,24 @@ class Check:
 
 
 def share_of_allowed(got: Tensor, exact: Tensor, naive: Tensor) -> float:
-    """Largest error of ``got`` against ``exact`` (float64), divided by the error allowed there; infinite for NaN.
+    """Error of ``got`` against ``exact`` (float64), divided by the error allowed; infinite where anything is no number.
 
-    Allowed is one and a half times the largest error of ``naive`` (plain torch, same inputs and dtype) plus a few
-    roundings of the value, or of a typical one where terms cancel.
+    Of the errors of ``naive`` (plain torch, same inputs and dtype) twice the root mean square is allowed, and four
+    times the largest for a single value; besides, a few roundings of the value, or of a typical one where terms cancel.
     """
-    if got.shape != exact.shape or not torch.isfinite(got).all():
+    if got.shape != exact.shape or not all(bool(torch.isfinite(t).all()) for t in (got, exact, naive)):
         return float("inf")
     got, naive = got.detach(), naive.detach()
-    rounding = SLACK[got.dtype] * _ROUNDING[got.dtype]
+    rounding, least = _ROUNDING[got.dtype], torch.finfo(torch.float64).tiny
     error, plain = (got.double() - exact).abs(), (naive.double() - exact).abs()
-    allowed = (
-        1.5 * plain.max() + rounding * torch.maximum(exact.abs(), exact.abs().mean()) + torch.finfo(torch.float64).tiny
-    )
-    return float((error / allowed).max())
+    typical = torch.maximum(exact.abs(), exact.abs().mean())
+    single = (error / (4 * plain.max() + SLACK[got.dtype] * rounding * typical + least)).max()
+    mean = _rms(error) / (2 * _rms(plain) + MEAN_SLACK * rounding * _rms(exact) + least)
+    return float(torch.maximum(single, mean))
+
+
+def _rms(values: Tensor) -> Tensor:
+    return values.square().mean().sqrt()
 
 
 def judged(
@@ -73,6 +87,19 @@ def judged(
 def worst(got: Values, exact: Values, naive: Values) -> float:
     """The largest `share_of_allowed` of several results."""
     return max(share_of_allowed(g, e, n) for g, e, n in zip(got, exact, naive, strict=True))
+
+
+def drawn(compute: Callable[[], Results]) -> Callable[[], float]:
+    """A check of `DRAWS` calls of ``compute``, each with random numbers of its own, taken together as if one."""
+
+    def share() -> float:
+        draws = [compute() for _ in range(DRAWS)]
+        got, exact, naive = (
+            [torch.stack(same) for same in zip(*side, strict=True)] for side in zip(*draws, strict=True)
+        )
+        return worst(got, exact, naive)
+
+    return share
 
 
 def with_gradients(function: Callable[..., Tensor], inputs: Values, grad: Tensor | None = None) -> list[Tensor]:

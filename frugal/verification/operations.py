@@ -31,7 +31,7 @@ from frugal.ops import (
 )
 from frugal.ops.adam8bit import adam8bit_
 from frugal.ops.registry import ROWS
-from frugal.verification.judge import Measurement, Random, Subject, with_gradients, worst
+from frugal.verification.judge import Measurement, Random, Results, Subject, drawn, with_gradients
 
 _OFFSETS = (0, 97, 98, 300)
 _ATTENTION: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ def attention_checks(subject: Subject) -> Iterator[Measurement]:
                 choose("attention", subject.device, subject.dtype, named=row.name, head_size=64, **facts)
             except UnsupportedError:
                 continue
-            yield Measurement("attention", row.name, what, partial(_attention, subject.random, row.name, facts))
+            yield Measurement("attention", row.name, what, drawn(partial(_attention, subject.random, row.name, facts)))
 
 
 def rms_norm_checks(subject: Subject) -> Iterator[Measurement]:
@@ -90,11 +90,13 @@ def adam8bit_checks(subject: Subject) -> Iterator[Measurement]:
     yield Measurement("adam8bit", name, "2 steps, float32", partial(adam_error, subject.random))
 
 
-def _chosen(subject: Subject, op: str, what: str, error: Callable[[Random], float]) -> Measurement:
-    return Measurement(op, choose(op, subject.device, subject.dtype).name, what, partial(error, subject.random))
+def _chosen(subject: Subject, op: str, what: str, results: Callable[[Random], Results]) -> Measurement:
+    return Measurement(
+        op, choose(op, subject.device, subject.dtype).name, what, drawn(partial(results, subject.random))
+    )
 
 
-def _attention(random: Random, name: str, facts: dict[str, Any]) -> float:
+def _attention(random: Random, name: str, facts: dict[str, Any]) -> Results:
     q, k, v, grad = (random(1, heads, _OFFSETS[-1], 64) for heads in (4, 2, 2, 4))
     settings = {"cu_seqlens": _OFFSETS, **facts}
 
@@ -105,12 +107,12 @@ def _attention(random: Random, name: str, facts: dict[str, Any]) -> float:
     return _against(got, reference, (q, k, v), grad)
 
 
-def _against(got: list[Tensor], reference: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> float:
+def _against(got: list[Tensor], reference: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> Results:
     exact = with_gradients(reference, [t.double() for t in inputs], grad)
-    return worst(got, exact, with_gradients(reference, inputs, grad))
+    return got, exact, with_gradients(reference, inputs, grad)
 
 
-def _rms_norm(random: Random) -> float:
+def _rms_norm(random: Random) -> Results:
     x, w, grad = random(37, 256), random(256), random(37, 256)
     got = with_gradients(lambda x, w: rms_norm(x, w, 1e-5), (x, w), grad)
     return _against(got, lambda x, w: rms_norm_reference(x, w, 1e-5), (x, w), grad)
@@ -128,7 +130,7 @@ def _rope(random: Random) -> float:
     return _against(got, reference, (q, k), grad)
 
 
-def _lora_linear(random: Random) -> float:
+def _lora_linear(random: Random) -> Results:
     weight = quantize_nf4(random(192, 128))
     x, a, b, grad = random(40, 128), random(8, 128).float(), random(192, 8).float(), random(40, 192)
     got = with_gradients(lambda x, a, b: lora_linear(x, weight, lora=(a, b, 0.5)), (x, a, b), grad)
@@ -139,7 +141,7 @@ def _lora_linear(random: Random) -> float:
     return _against(got, reference, (x, a, b), grad)
 
 
-def _gated_mlp(random: Random) -> float:
+def _gated_mlp(random: Random) -> Results:
     gate, up, down = (quantize_nf4(random(*shape) / 8) for shape in ((192, 128), (192, 128), (128, 192)))
     x, grad = random(40, 128), random(40, 128)
     factors = [random(8, 128).float(), random(192, 8).float() / 8]
@@ -152,7 +154,7 @@ def _gated_mlp(random: Random) -> float:
     return _against(got, lambda x, a, b: gated_mlp_reference(x, *parts(x, a, b, True)), (x, *factors), grad)
 
 
-def _loss(random: Random) -> float:
+def _loss(random: Random) -> Results:
     hidden, head = random(61, 128), random(1000, 128) / 4
     labels = torch.randint(0, 1000, (61,), generator=torch.Generator().manual_seed(1)).to(hidden.device)
     labels[::7] = IGNORE_INDEX
@@ -160,7 +162,7 @@ def _loss(random: Random) -> float:
     got = with_gradients(lambda h: linear_cross_entropy(h, head, labels), (hidden,), one)
     exact = with_gradients(lambda h: linear_cross_entropy_reference(h, head.double(), labels), (hidden.double(),), one)
     naive = with_gradients(lambda h: linear_cross_entropy_reference(h, head, labels), (hidden,), one)
-    return worst([t.to(n.dtype) for t, n in zip(got, naive, strict=True)], exact, naive)
+    return [t.to(n.dtype) for t, n in zip(got, naive, strict=True)], exact, naive
 
 
 def adam_error(random: Random, implementation: str | None = None) -> float:

@@ -6,10 +6,12 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from frugal.device import Device, DtypeChoice
 from frugal.ops.choice import choices
@@ -77,11 +79,71 @@ def test_wrong_values_and_failures_are_found(monkeypatch: pytest.MonkeyPatch) ->
     assert (bad["rope"].error, bad["rope"].message) == (None, "RuntimeError: boom")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_healthy_machine_is_right_whatever_is_drawn(dtype: torch.dtype, seed: int) -> None:
+    subject = Subject(CPU, dtype, generator=torch.Generator().manual_seed(seed))
+    errors = {f"{c.op} {c.implementation} {c.what}": c.error for c in run_checks(subject)}
+    assert all(error is not None and error < 0.9 for error in errors.values()), errors
+
+
+def as_if(x: Tensor, value: Tensor) -> Tensor:
+    """``value``, with the gradient that ``x`` gets."""
+    return x + (value - x).detach()
+
+
+def one_value_wrong(x: Tensor) -> Tensor:
+    wrong = x.detach().clone(memory_format=torch.contiguous_format)
+    wrong.view(-1)[wrong.numel() // 3] += x.detach().abs().mean() * (1 if x.dtype == torch.bfloat16 else 1e-3)
+    return as_if(x, wrong)
+
+
+def fewer_bits(x: Tensor) -> Tensor:
+    """float32 as tensor cores round it to TF32; bfloat16 to four bits."""
+    mantissa, exponent = torch.frexp(x.detach().float())
+    steps = 2.0 ** (11 if x.dtype == torch.float32 else 4)
+    return as_if(x, torch.ldexp((mantissa * steps).round() / steps, exponent).to(x.dtype))
+
+
+def steeper(x: Tensor) -> Tensor:
+    """The same value, with a gradient that is 3 % too large."""
+    return x + (x - x.detach()) * 0.03
+
+
+def nan_gradient(x: Tensor) -> Tensor:
+    x.register_hook(lambda grad: grad * torch.nan)
+    return x
+
+
+FAULTS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor]]] = {
+    "a wrong value": lambda true: lambda *a, **o: one_value_wrong(true(*a, **o)),
+    "fewer bits": lambda true: lambda x, *a, **o: true(fewer_bits(x), *a, **o),
+    "a wrong gradient": lambda true: lambda x, *a, **o: true(steeper(x), *a, **o),
+    "a gradient that is no number": lambda true: lambda x, *a, **o: true(nan_gradient(x * 1), *a, **o),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_always_found(fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("attention", "rms_norm", "gated_mlp", "lora_linear", "linear_cross_entropy")
+    for name in names:
+        monkeypatch.setattr(operations, name, FAULTS[fault](getattr(operations, name)))
+    found = [check for check in run_checks(Subject(CPU, dtype)) if check.op in names]
+    assert {check.op for check in found} == set(names)
+    assert not any(check.message for check in found), "each runs"
+    missed = {f"{check.op} {check.implementation} {check.what}": check.error for check in found if check.passed}
+    assert not missed
+
+
 def test_nan_and_other_shapes_are_wrong() -> None:
     exact = torch.ones(3, dtype=torch.float64)
     assert judge.share_of_allowed(torch.ones(3), exact, torch.ones(3)) == 0
     assert judge.share_of_allowed(torch.tensor([1.0, torch.nan, 1.0]), exact, torch.ones(3)) == float("inf")
     assert judge.share_of_allowed(torch.ones(2), exact, torch.ones(3)) == float("inf")
+    assert judge.share_of_allowed(torch.ones(3), exact * torch.nan, torch.ones(3)) == float("inf")
+    assert judge.share_of_allowed(torch.ones(3), exact, torch.full((3,), torch.inf)) == float("inf")
     assert judge.share_of_allowed(torch.full((3,), 1.1), exact, torch.ones(3)) > 1
     assert judge.share_of_allowed(torch.full((3,), 1.1), exact, torch.full((3,), 0.9)) < 1
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from frugal.codecs.nf4 import quantize_nf4
-from frugal.ops import adam8bit, projection, weights
+from frugal.ops import adam8bit, projection, registry, weights
 from frugal.ops.adam8bit import adam8bit_
 from frugal.ops.gated_mlp import gated_mlp, gated_mlp_reference
 from frugal.ops.kernel_forms import nf4_rows, nf4_rows_with_update
@@ -141,7 +141,8 @@ def test_the_optimizer_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     """30 steps down a bowl with the kernel and with bitsandbytes' operation: parameters stay near each other."""
     ends = []
     for kernel in (True, False):
-        monkeypatch.setattr(adam8bit, "takes_kernel", lambda op, x, implementation, kernel=kernel: kernel)
+        form = registry._FORMS["adam8bit", "triton" if kernel else "bitsandbytes"]
+        monkeypatch.setattr(adam8bit, "resolve", lambda op, x, implementation, form=form: (form, None))
         generator = torch.Generator().manual_seed(0)
         matrix, vector = torch.randn(64, 65, generator=generator), torch.randn(70, generator=generator)
         parameters = [matrix.t().requires_grad_(), vector.requires_grad_()]  # not contiguous; too small for 8 bits
@@ -212,7 +213,7 @@ def test_a_projection_that_adds_its_update_takes_the_fused_kernel(monkeypatch: p
     nf4 = quantize_nf4(torch.randn(90, 64))
     a, b, x = torch.randn(8, 64), torch.randn(90, 8), torch.randn(200, 64)
     for module in (projection, weights):
-        monkeypatch.setattr(module, "takes_kernel", lambda op, x, dtype: op == "nf4_rows")
+        monkeypatch.setattr(module, "resolve", lambda op, x, **facts: (registry._FORMS[op, "triton"], None))
     with checked() as report:
         run = Running(Projection(nf4, None, (a, b, 0.25)), torch.float32, torch.device("cpu"), 200)
         got = run.forward(x, torch.empty(200, 90))
