@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_cases import Case, Make, case
-from frugal.kernels.attention import plan_attention
-from frugal.kernels.attention_backward import plan_attention_dkdv, plan_attention_dq
+from frugal.kernels.attention import prepare_attention
+from frugal.kernels.attention_backward import prepare_attention_dkdv, prepare_attention_dq
 from frugal.kernels.launch import Launch
 
 # Kernels whose matrix has other dtypes than bf16, and forms that the timing has but the matrix leaves out.
@@ -52,7 +52,7 @@ def launch_of(
     target: str | None = None,
 ) -> tuple[Launch, list[Tensor]]:  # fmt: skip
     """The launch over two documents, and the tensors that it reads and writes."""
-    plan = {"attention": plan_attention, "attention_dq": plan_attention_dq}.get(kernel, plan_attention_dkdv)
+    plan = {"attention": prepare_attention, "attention_dq": prepare_attention_dq}.get(kernel, prepare_attention_dkdv)
     moved, _ = operands(kernel, form, dtype, make)
     half = form.tokens // 2
     segments = [(0, 1, 0, half), (0, 1, half, form.tokens)]

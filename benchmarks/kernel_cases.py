@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frugal.kernels.adam8bit import plan_adam8bit
-from frugal.kernels.cross_entropy import plan_cross_entropy
-from frugal.kernels.cross_entropy_once import levels_shape, plan_cross_entropy_once
-from frugal.kernels.gated import Activation, plan_gated, plan_gated_backward
+from frugal.kernels.adam8bit import prepare_adam8bit
+from frugal.kernels.cross_entropy import prepare_cross_entropy
+from frugal.kernels.cross_entropy_once import levels_shape, prepare_cross_entropy_once
+from frugal.kernels.gated import Activation, prepare_gated, prepare_gated_backward
 from frugal.kernels.launch import Launch
-from frugal.kernels.nf4 import Nf4Parts, plan_dequantize, plan_dequantize_lora
-from frugal.kernels.rms_norm import plan_rms_norm, plan_rms_norm_backward
-from frugal.kernels.rope import plan_rope
+from frugal.kernels.nf4 import Nf4Parts, prepare_dequantize, prepare_dequantize_lora
+from frugal.kernels.rms_norm import prepare_rms_norm, prepare_rms_norm_backward
+from frugal.kernels.rope import prepare_rope
 
 Make = Callable[..., Tensor]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -72,9 +72,9 @@ def nf4(double: bool, lora: bool) -> Callable[[torch.dtype, Make, str | None], C
         tables = tuple(t for t in (parts.code, parts.nested_code) if t is not None)
         out = make(INTERMEDIATE, HIDDEN, dtype=dtype)
         if not lora:
-            return case(plan_dequantize(parts, 0, out.numel(), out, target), *stored, out, resident=tables)
+            return case(prepare_dequantize(parts, 0, out.numel(), out, target), *stored, out, resident=tables)
         a, b = make(RANK, HIDDEN, dtype=dtype), make(INTERMEDIATE, RANK, dtype=dtype)
-        return case(plan_dequantize_lora(parts, a, b, 2.0, 0, out, target), *stored, out, resident=(a, b, *tables))
+        return case(prepare_dequantize_lora(parts, a, b, 2.0, 0, out, target), *stored, out, resident=(a, b, *tables))
 
     return build
 
@@ -82,7 +82,7 @@ def nf4(double: bool, lora: bool) -> Callable[[torch.dtype, Make, str | None], C
 def norm(rows: int, columns: int) -> Callable[[torch.dtype, Make, str | None], Case]:
     def build(dtype: torch.dtype, make: Make, target: str | None = None) -> Case:
         x, w, out = make(rows, columns, dtype=dtype), make(columns, dtype=dtype), make(rows, columns, dtype=dtype)
-        return case(plan_rms_norm(x, w, 1e-5, 0.0, out, target), x, w, out)
+        return case(prepare_rms_norm(x, w, 1e-5, 0.0, out, target), x, w, out)
 
     return build
 
@@ -91,10 +91,10 @@ def norm_backward(weight_grad: bool, columns: int = HIDDEN) -> Callable[[torch.d
     def build(dtype: torch.dtype, make: Make, target: str | None = None) -> Case:
         dy, x, dx = (make(TOKENS, columns, dtype=dtype) for _ in range(3))
         w = make(columns, dtype=dtype)
-        launch, _ = plan_rms_norm_backward(dy, x, w, 1e-5, 0.0, dx, False, target)
+        launch, _ = prepare_rms_norm_backward(dy, x, w, 1e-5, 0.0, dx, False, target)
         if not weight_grad:
             return case(launch, dy, x, w, dx)
-        launch, partial = plan_rms_norm_backward(dy, x, w, 1e-5, 0.0, dx, True, target)
+        launch, partial = prepare_rms_norm_backward(dy, x, w, 1e-5, 0.0, dx, True, target)
         assert partial is not None
         args = list(launch.args)
         args[4] = make(*partial.shape, dtype=torch.float32)
@@ -109,7 +109,7 @@ def rope(backward: bool) -> Callable[[torch.dtype, Make, str | None], Case]:
         q = make(1, TOKENS, Q_HEADS, HEAD_SIZE, dtype=dtype).transpose(1, 2)
         k = make(1, TOKENS, KV_HEADS, HEAD_SIZE, dtype=dtype).transpose(1, 2)
         cos, sin = (make(1, TOKENS, HEAD_SIZE, dtype=dtype)[..., : HEAD_SIZE // 2] for _ in range(2))
-        return case(plan_rope(q, k, cos, sin, backward=backward, target=target), q, q, k, k, cos, sin)
+        return case(prepare_rope(q, k, cos, sin, backward=backward, target=target), q, q, k, k, cos, sin)
 
     return build
 
@@ -119,8 +119,8 @@ def gated(activation: Activation, backward: bool) -> Callable[[torch.dtype, Make
         both, out = make(TOKENS, 2 * INTERMEDIATE, dtype=dtype), make(TOKENS, INTERMEDIATE, dtype=dtype)
         gate, up = both[:, :INTERMEDIATE], both[:, INTERMEDIATE:]
         if backward:
-            return case(plan_gated_backward(out, gate, up, activation, target), out, gate, up, gate, up)
-        return case(plan_gated(gate, up, out, activation, target), gate, up, out)
+            return case(prepare_gated_backward(out, gate, up, activation, target), out, gate, up, gate, up)
+        return case(prepare_gated(gate, up, out, activation, target), gate, up, out)
 
     return build
 
@@ -129,7 +129,7 @@ def cross_entropy(vocab: int, **options: Any) -> Callable[[torch.dtype, Make, st
     def build(dtype: torch.dtype, make: Make, target: str | None = None) -> Case:
         logits, labels = make(256, vocab, dtype=dtype), make(256, dtype=torch.int64)
         loss = make(256, dtype=torch.float32)
-        launch = plan_cross_entropy(logits, labels, loss, target=target, **options)
+        launch = prepare_cross_entropy(logits, labels, loss, target=target, **options)
         twice = not launch.constants["ONE_READ"]
         least = None
         if twice:
@@ -144,7 +144,7 @@ def cross_entropy_once(vocab: int, **options: Any) -> Callable[[torch.dtype, Mak
         logits, labels = make(256, vocab, dtype=dtype), make(256, dtype=torch.int64)
         loss, factor = make(256, dtype=torch.float32), make(256, dtype=torch.float32)
         levels = make(*levels_shape(logits, target), dtype=torch.float32)
-        launch = plan_cross_entropy_once(logits, labels, loss, factor, levels, target=target, **options)
+        launch = prepare_cross_entropy_once(logits, labels, loss, factor, levels, target=target, **options)
         return case(launch, logits, logits, labels, loss, factor)
 
     return build
@@ -156,7 +156,7 @@ def adam(dtype: torch.dtype, make: Make, target: str | None = None) -> Case:
     states = [make(count, dtype=torch.uint8) for _ in range(2)]
     scales = [make(count // 256, dtype=torch.float32) for _ in range(2)]
     maps = [make(256, dtype=torch.float32) for _ in range(2)]
-    launch = plan_adam8bit(
+    launch = prepare_adam8bit(
         param, grad, *states, *scales, *maps,
         lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=2, target=target,
     )  # fmt: skip

@@ -69,7 +69,7 @@ def adam8bit_kernel(
     quantize(MAP2, STATE2, ABSMAX2, second, at, block, mask, n_blocks)
 
 
-def plan_adam8bit(
+def prepare_adam8bit(
     param: Tensor,
     grad: Tensor,
     state1: Tensor,
@@ -126,8 +126,8 @@ def adam8bit_(
     weight_decay: float,
     step: int,
 ) -> None:
-    """Run `plan_adam8bit`."""
-    plan_adam8bit(
+    """Run `prepare_adam8bit`."""
+    prepare_adam8bit(
         param, grad, state1, state2, absmax1, absmax2, map1, map2,
         lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step,
     ).run()  # fmt: skip

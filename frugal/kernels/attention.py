@@ -220,7 +220,7 @@ def tile_of(kernel: str, q: Tensor, target: str | None) -> dict[str, int]:
     return tile(f"{kernel}_d{max(64, next_power_of_2(q.shape[-1]))}", q.dtype, q.device, target)
 
 
-def plan_attention(
+def prepare_attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Sequence[Segment], *,
     scale: float, window: int | None = None, softcap: float | None = None, causal: bool = True,
     target: str | None = None, sizes: dict[str, int] | None = None,
@@ -250,9 +250,9 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment], *,
     scale: float, window: int | None = None, softcap: float | None = None, causal: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run `plan_attention`; returns out (laid out token by token, as the next projection reads it) and lse."""
+    """Run `prepare_attention`; returns out (laid out token by token, as the next projection reads it) and lse."""
     batch, heads, tokens, size = q.shape
     out = q.new_empty(batch, tokens, heads, size).transpose(1, 2)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
-    plan_attention(q, k, v, out, lse, segments, scale=scale, window=window, softcap=softcap, causal=causal).run()
+    prepare_attention(q, k, v, out, lse, segments, scale=scale, window=window, softcap=softcap, causal=causal).run()
     return out, lse

@@ -156,12 +156,12 @@ def attention_dkdv_kernel(
     store_rows(DV + row * yb + kv_head * yh, dv, first, ys, stop, BN, SIZE, COLUMNS)
 
 
-def plan_attention_dq(
+def prepare_attention_dq(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
     segments: Sequence[Segment], *, scale: float, window: int | None = None, softcap: float | None = None,
     causal: bool = True, target: str | None = None, sizes: dict[str, int] | None = None,
 ) -> Launch:  # fmt: skip
-    """``dq``, and ``delta`` float32 [batch, heads, tokens] for the launch of `plan_attention_dkdv` after it."""
+    """``dq``, and ``delta`` float32 [batch, heads, tokens] for the launch of `prepare_attention_dkdv` after it."""
     check_operands(q, k, v, out, d_out, dq)
     heads, tokens = q.shape[1], q.shape[2]
     fixed = constants(q, window, softcap, causal)
@@ -178,7 +178,7 @@ def plan_attention_dq(
     )  # fmt: skip
 
 
-def plan_attention_dkdv(
+def prepare_attention_dkdv(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
     segments: Sequence[Segment], *, scale: float, window: int | None = None, softcap: float | None = None,
     causal: bool = True, target: str | None = None, sizes: dict[str, int] | None = None,
@@ -210,6 +210,6 @@ def attention_backward(
     settings: dict[str, float | int | bool | None] = {
         "scale": scale, "window": window, "softcap": softcap, "causal": causal,
     }  # fmt: skip
-    plan_attention_dq(d_out, q, k, v, out, lse, delta, dq, segments, **settings).run()  # type: ignore[arg-type]
-    plan_attention_dkdv(d_out, q, k, v, lse, delta, dk, dv, segments, **settings).run()  # type: ignore[arg-type]
+    prepare_attention_dq(d_out, q, k, v, out, lse, delta, dq, segments, **settings).run()  # type: ignore[arg-type]
+    prepare_attention_dkdv(d_out, q, k, v, lse, delta, dk, dv, segments, **settings).run()  # type: ignore[arg-type]
     return dq, dk, dv

@@ -117,7 +117,7 @@ def cross_entropy_kernel(
                     tl.store(logits + column, d.to(LOGITS.dtype.element_ty), mask=column < vocab)
 
 
-def plan_cross_entropy(
+def prepare_cross_entropy(
     logits: Tensor,
     labels: Tensor,
     loss: Tensor,
@@ -180,9 +180,9 @@ def cross_entropy_(
     token_weights: Tensor | None = None,
     gradient: bool = True,
 ) -> Tensor:
-    """Run `plan_cross_entropy`; returns the losses, float32 [tokens]."""
+    """Run `prepare_cross_entropy`; returns the losses, float32 [tokens]."""
     loss = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    plan_cross_entropy(
+    prepare_cross_entropy(
         logits, labels, loss, scale=scale, softcap=softcap, ignore_index=ignore_index,
         label_smoothing=label_smoothing, z_loss=z_loss, token_weights=token_weights, gradient=gradient,
     ).run()  # fmt: skip

@@ -89,7 +89,7 @@ def cross_entropy_once_kernel(
         tl.store(logits + label, hit.to(LOGITS.dtype.element_ty))
 
 
-def plan_cross_entropy_once(
+def prepare_cross_entropy_once(
     logits: Tensor,
     labels: Tensor,
     loss: Tensor,
@@ -130,7 +130,7 @@ def plan_cross_entropy_once(
 
 
 def levels_shape(logits: Tensor, target: str | None = None) -> tuple[int, int]:
-    """[tokens, pieces] of the scratch of `plan_cross_entropy_once`."""
+    """[tokens, pieces] of the scratch of `prepare_cross_entropy_once`."""
     return logits.shape[0], cdiv(
         logits.shape[1], tile("cross_entropy_once", logits.dtype, logits.device, target)["BLOCK"]
     )
@@ -145,10 +145,10 @@ def cross_entropy_once_(
     ignore_index: int = -100,
     token_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run `plan_cross_entropy_once`; returns losses and factors, float32 [tokens]."""
+    """Run `prepare_cross_entropy_once`; returns losses and factors, float32 [tokens]."""
     loss, factor = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
     levels = torch.empty(levels_shape(logits), dtype=torch.float32, device=logits.device)
-    plan_cross_entropy_once(
+    prepare_cross_entropy_once(
         logits, labels, loss, factor, levels,
         scale=scale, softcap=softcap, ignore_index=ignore_index, token_weights=token_weights,
     ).run()  # fmt: skip

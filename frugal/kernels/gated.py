@@ -73,7 +73,7 @@ def gated_backward_kernel(
     tl.store(UP + row * stride_up + column, (d * value).to(UP.dtype.element_ty), mask=mask)
 
 
-def _plan(
+def _prepare(
     kernel: object, name: str, tensors: tuple[Tensor, Tensor, Tensor], activation: Activation, target: str | None
 ) -> Launch:
     first = tensors[0]
@@ -96,24 +96,24 @@ def _plan(
     )
 
 
-def plan_gated(gate: Tensor, up: Tensor, out: Tensor, activation: Activation, target: str | None = None) -> Launch:
+def prepare_gated(gate: Tensor, up: Tensor, out: Tensor, activation: Activation, target: str | None = None) -> Launch:
     """``out`` = act(gate) * up, all [rows, columns]; ``out`` may be ``gate`` or ``up``."""
-    return _plan(gated_kernel, "gated", (gate, up, out), activation, target)
+    return _prepare(gated_kernel, "gated", (gate, up, out), activation, target)
 
 
 def gated(gate: Tensor, up: Tensor, out: Tensor, activation: Activation = "silu") -> Tensor:
-    """Run `plan_gated`; returns ``out``."""
-    plan_gated(gate, up, out, activation).run()
+    """Run `prepare_gated`; returns ``out``."""
+    prepare_gated(gate, up, out, activation).run()
     return out
 
 
-def plan_gated_backward(
+def prepare_gated_backward(
     grad: Tensor, gate: Tensor, up: Tensor, activation: Activation, target: str | None = None
 ) -> Launch:
     """``gate`` and ``up`` become their own gradients; ``grad`` [rows, columns] is that of act(gate) * up."""
-    return _plan(gated_backward_kernel, "gated_backward", (grad, gate, up), activation, target)
+    return _prepare(gated_backward_kernel, "gated_backward", (grad, gate, up), activation, target)
 
 
 def gated_backward_(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation = "silu") -> None:
-    """Run `plan_gated_backward`."""
-    plan_gated_backward(grad, gate, up, activation).run()
+    """Run `prepare_gated_backward`."""
+    prepare_gated_backward(grad, gate, up, activation).run()

@@ -1,6 +1,6 @@
 """One launch of a Triton kernel as a value: what runs it, compiles it for another GPU, or counts its bytes.
 
-Every launch function of this package has a `plan_...` twin that returns a `Launch` and touches no memory, so meta
+Every launch function of this package has a `prepare_...` twin that returns a `Launch` and touches no memory, so meta
 tensors of real sizes do. The same value is run on a GPU, interpreted in the tests and compiled ahead of time for
 GPUs that are not here.
 """

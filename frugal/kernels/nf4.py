@@ -111,7 +111,7 @@ def nf4_lora_kernel(
     tl.store(OUT + out_at, (dense + lora_scale * update).to(OUT.dtype.element_ty), mask=row_in & column_in)
 
 
-def plan_dequantize(parts: Nf4Parts, start: int, stop: int, out: Tensor, target: str | None = None) -> Launch:
+def prepare_dequantize(parts: Nf4Parts, start: int, stop: int, out: Tensor, target: str | None = None) -> Launch:
     """Elements ``start`` (a multiple of 64) to ``stop`` of the flattened matrix into ``out`` [stop - start]."""
     if start % BLOCK:
         raise ValueError(f"start must be a multiple of {BLOCK}, got {start}")
@@ -129,11 +129,11 @@ def plan_dequantize(parts: Nf4Parts, start: int, stop: int, out: Tensor, target:
 def dequantize(parts: Nf4Parts, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     """Elements ``start`` (a multiple of 64) to ``stop`` of the flattened matrix as a [stop - start] tensor."""
     out = torch.empty(stop - start, dtype=dtype, device=parts.packed.device)
-    plan_dequantize(parts, start, stop, out).run()
+    prepare_dequantize(parts, start, stop, out).run()
     return out
 
 
-def plan_dequantize_lora(
+def prepare_dequantize_lora(
     parts: Nf4Parts, a: Tensor, b: Tensor, scale: float, first_row: int, out: Tensor, target: str | None = None
 ) -> Launch:
     """Rows from ``first_row`` on of W + scale * B A into ``out`` [rows, columns]; A [r, columns], B [all rows, r].
@@ -158,6 +158,6 @@ def plan_dequantize_lora(
 
 
 def dequantize_lora(parts: Nf4Parts, a: Tensor, b: Tensor, scale: float, first_row: int, out: Tensor) -> Tensor:
-    """Run `plan_dequantize_lora`; returns ``out``."""
-    plan_dequantize_lora(parts, a, b, scale, first_row, out).run()
+    """Run `prepare_dequantize_lora`; returns ``out``."""
+    prepare_dequantize_lora(parts, a, b, scale, first_row, out).run()
     return out

@@ -84,7 +84,7 @@ def _shape(kernel: str, x: Tensor, fill: int, target: str | None) -> tuple[int, 
     return cdiv(rows, at_once * steps), {"STEPS": steps, "ROWS": at_once, "BLOCK": block}, sizes
 
 
-def plan_rms_norm(
+def prepare_rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, out: Tensor, target: str | None = None
 ) -> Launch:
     """``out`` [rows, columns] = RMSNorm of ``x``; ``weight`` [columns] or None; ``offset`` is 1 for Gemma's norms."""
@@ -101,11 +101,11 @@ def plan_rms_norm(
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, out: Tensor | None = None) -> Tensor:
     """RMSNorm of ``x`` [rows, columns] in its dtype. ``out`` may be ``x``."""
     out = torch.empty_like(x) if out is None else out
-    plan_rms_norm(x, weight, eps, offset, out).run()
+    prepare_rms_norm(x, weight, eps, offset, out).run()
     return out
 
 
-def plan_rms_norm_backward(
+def prepare_rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, dx: Tensor, weight_grad: bool,
     target: str | None = None,
 ) -> tuple[Launch, Tensor | None]:  # fmt: skip
@@ -137,6 +137,6 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of ``x`` (in its dtype; ``out`` may be ``dy``) and, if asked for, of ``weight`` (float32)."""
     dx = torch.empty_like(x) if out is None else out
-    launch, partial = plan_rms_norm_backward(dy, x, weight, eps, offset, dx, weight_grad and weight is not None)
+    launch, partial = prepare_rms_norm_backward(dy, x, weight, eps, offset, dx, weight_grad and weight is not None)
     launch.run()
     return dx, None if partial is None else partial.sum(0)

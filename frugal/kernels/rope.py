@@ -47,7 +47,7 @@ def rope_kernel(
         rotate_heads(K + batch * k_batch + token * k_token, k_heads, k_head, half, cos, sin, HEADS, HALF)
 
 
-def plan_rope(
+def prepare_rope(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, backward: bool = False, target: str | None = None
 ) -> Launch:
     """Rotate ``q`` [batch, heads, tokens, size] and ``k`` [batch, kv_heads, tokens, size] in place; any strides but 1
@@ -83,5 +83,5 @@ def plan_rope(
 
 
 def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, backward: bool = False) -> None:
-    """Run `plan_rope`: ``q`` and ``k`` are rotated in place."""
-    plan_rope(q, k, cos, sin, backward=backward).run()
+    """Run `prepare_rope`: ``q`` and ``k`` are rotated in place."""
+    prepare_rope(q, k, cos, sin, backward=backward).run()

@@ -18,7 +18,14 @@ from torch.autograd.function import once_differentiable
 
 from frugal.ops import recompute
 from frugal.ops.kernel_forms import kernels
-from frugal.ops.projection import N_TENSORS, Projection, ProjectionGrads, Running, projection_reference, under_autocast
+from frugal.ops.projection import (
+    N_TENSORS,
+    LoraMatmul,
+    Projection,
+    ProjectionGrads,
+    projection_reference,
+    under_autocast,
+)
 from frugal.ops.registry import implements, resolve
 from frugal.ops.simulated import sampled
 
@@ -73,7 +80,7 @@ class _GatedMlp(torch.autograd.Function):
         y = x.new_empty(tokens, down.out_features)
         if skip:
             return y
-        runs = [Running(p, x.dtype, x.device, tokens) for p in projections]
+        runs = [LoraMatmul(p, x.dtype, x.device, tokens) for p in projections]
         buffer = x.new_empty(min(tile, tokens), 2 * down.in_features)
         for lo in sampled(range(0, tokens, tile), x):
             hi = min(lo + tile, tokens)
@@ -97,7 +104,7 @@ class _GatedMlp(torch.autograd.Function):
         ]
         dy = dy.contiguous()
         tokens, size, tile = x.shape[0], projections[-1].in_features, ctx.tile
-        runs = [Running(p, x.dtype, x.device, tokens) for p in projections]
+        runs = [LoraMatmul(p, x.dtype, x.device, tokens) for p in projections]
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         below = dx is not None or any(g.wants_input or g.bias is not None for g in grads[:-1])
         buffer = x.new_empty(min(tile, tokens), 2 * size)
@@ -133,7 +140,7 @@ class _GatedMlp(torch.autograd.Function):
         return (dx, None, None, None, None, None, *found)
 
 
-def _gate_and_up(x: Tensor, runs: list[Running], out: Tensor) -> Tensor:
+def _gate_and_up(x: Tensor, runs: list[LoraMatmul], out: Tensor) -> Tensor:
     """out [tile, 2 * intermediate_size]: gate's half, then up's, whether they are one projection or two."""
     row = 0
     for run in runs:

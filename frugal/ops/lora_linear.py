@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from frugal.ops.projection import (
     N_TENSORS,
     Lora,
+    LoraMatmul,
     Projection,
     ProjectionGrads,
-    Running,
     projection_reference,
     under_autocast,
 )
@@ -47,7 +47,7 @@ class _LoraLinear(torch.autograd.Function):
             # Drawn as torch.nn.functional.dropout draws it, so that a seed means the same as in PEFT's layer.
             noise = F.dropout(torch.ones_like(x), dropout)
             dropped, mask = x * noise, noise != 0
-        run = Running(p, x.dtype, x.device, x.shape[0], dropped=bool(dropout))
+        run = LoraMatmul(p, x.dtype, x.device, x.shape[0], dropped=bool(dropout))
         y = run.forward(x, x.new_empty(x.shape[0], p.out_features), dropped)
         kept = x if any(needs[i] for i in (1, 3, 4)) else None
         ctx.save_for_backward(kept, mask, weight, bias, a, b)
@@ -61,7 +61,7 @@ class _LoraLinear(torch.autograd.Function):
         p = ctx.p.rebuilt(tuple(tensors))
         needs = ctx.needs_input_grad
         dy = dy.contiguous()
-        run = Running(p, dy.dtype, dy.device, dy.shape[0], dropped=bool(ctx.dropout))
+        run = LoraMatmul(p, dy.dtype, dy.device, dy.shape[0], dropped=bool(ctx.dropout))
         keep = None if mask is None else mask.to(dy.dtype).div_(1 - ctx.dropout)
         grads = ProjectionGrads.zeros(p, needs[1 : 1 + N_TENSORS])
         run.own_grads(x, dy, grads, None if keep is None or x is None else x * keep)

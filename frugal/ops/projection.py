@@ -103,7 +103,7 @@ class ProjectionGrads:
 
 
 @dataclass
-class Running:
+class LoraMatmul:
     """A projection at work on tiles of one call, in one compute dtype, without autograd."""
 
     p: Projection

@@ -13,9 +13,8 @@ from huggingface_hub import errors as hub
 from transformers import AutoConfig
 
 from frugal.assets import is_known
-from frugal.device import Device, DtypeChoice, probe, resolve_dtype
+from frugal.device import BF16_FROM, Device, DtypeChoice, find_gpu, probe, resolve_dtype
 from frugal.errors import ModelError, UnsupportedError
-from frugal.gpus import find_gpu
 from frugal.ops.simulated import SimulatedDevice
 from frugal.planning.architectures import architectures, known_architecture
 from frugal.units import nominal_gib, parse_size
@@ -51,14 +50,12 @@ def planned_device(dtype: str, *, gpu: str | None, vram: str | None, host_ram: s
         return Planned(
             found.name, found.kind, found.capability, found.total_bytes, host, resolve_dtype(dtype, found)
         )  # fmt: skip
-    known = find_gpu(gpu) if gpu is not None else None
     total = parse_size(vram, "--vram") if vram is not None else 0
-    if known is not None:
-        total = total or known.total_bytes
-    capability = known.capability if known is not None else (8, 0)
-    name = known.name if known is not None else f"a GPU of {nominal_gib(total)}"
-    device = Device("cuda", 0, name, total, capability, has_bf16=capability >= (8, 0))
-    return Planned(name, "cuda", capability, total, host, resolve_dtype(dtype, device))
+    unknown = Device("cuda", 0, f"a GPU of {nominal_gib(total)}", total, BF16_FROM, has_bf16=True)
+    device = find_gpu(gpu) if gpu is not None else unknown
+    return Planned(
+        device.name, "cuda", device.capability, total or device.total_bytes, host, resolve_dtype(dtype, device)
+    )
 
 
 def architecture(base: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:

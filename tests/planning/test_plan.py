@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from frugal.cli.main import app
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection, load_config
+from frugal.device import GPUS, find_gpu
 from frugal.errors import ConfigError, ModelError
-from frugal.gpus import GPUS, find_gpu
 from frugal.ops.simulated import SimulatedDevice
 from frugal.planning import Planner, make_planner
 from frugal.planning.architectures import known_architecture

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from frugal.kernels import COMPILED_FOR, MAX_HEAD_SIZE
-from frugal.kernels.attention import plan_attention, tile_list
-from frugal.kernels.attention_backward import plan_attention_dkdv, plan_attention_dq
+from frugal.kernels.attention import prepare_attention, tile_list
+from frugal.kernels.attention_backward import prepare_attention_dkdv, prepare_attention_dq
 from frugal.ops import attention, attention_reference
 from frugal.ops.attention import segments
 from tests.kernels.support import checked, close_to_exact, sparse_empty
@@ -88,9 +88,9 @@ def run(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Ten
         out, dq, dk, dv = (torch.empty_like(t) for t in (q, q, k, v))
         lse = torch.empty(q.shape[:3], dtype=F32)
         delta = torch.empty_like(lse)
-        plan_attention(q, k, v, out, lse, pieces, sizes=sizes, **settings(case)).run()
-        plan_attention_dq(d_out, q, k, v, out, lse, delta, dq, pieces, sizes=sizes, **settings(case)).run()
-        plan_attention_dkdv(d_out, q, k, v, lse, delta, dk, dv, pieces, sizes=sizes, **settings(case)).run()
+        prepare_attention(q, k, v, out, lse, pieces, sizes=sizes, **settings(case)).run()
+        prepare_attention_dq(d_out, q, k, v, out, lse, delta, dq, pieces, sizes=sizes, **settings(case)).run()
+        prepare_attention_dkdv(d_out, q, k, v, lse, delta, dk, dv, pieces, sizes=sizes, **settings(case)).run()
     return out, dq, dk, dv, lse
 
 
@@ -131,7 +131,7 @@ def test_soft_cap_has_its_values() -> None:
     out, lse = torch.empty_like(q), torch.empty(1, 1, 4)
     one_each = [(0, 1, i, i + 1) for i in range(4)]
     with checked():
-        plan_attention(q, k, k, out, lse, one_each, scale=1.0, softcap=50.0, sizes={"BM": 16, "BN": 16}).run()
+        prepare_attention(q, k, k, out, lse, one_each, scale=1.0, softcap=50.0, sizes={"BM": 16, "BN": 16}).run()
     torch.testing.assert_close(lse[0, 0], torch.tensor([9.869, 38.080, 48.201, 50.000]), atol=5e-4, rtol=0)
 
 
@@ -170,9 +170,9 @@ def test_the_same_bits_in_any_order() -> None:
         dq, dk, dv = (torch.empty_like(t) for t in given[:3])
         kept = {"sizes": {"BM": 16, "BN": 16}, **settings(case)}
         with checked(seed=seed):
-            plan_attention(*given[:3], out, lse, pieces, **kept).run()
-            plan_attention_dq(given[3], *given[:3], out, lse, delta, dq, pieces, **kept).run()
-            plan_attention_dkdv(given[3], *given[:3], lse, delta, dk, dv, pieces, **kept).run()
+            prepare_attention(*given[:3], out, lse, pieces, **kept).run()
+            prepare_attention_dq(given[3], *given[:3], out, lse, delta, dq, pieces, **kept).run()
+            prepare_attention_dkdv(given[3], *given[:3], lse, delta, dk, dv, pieces, **kept).run()
         results.append((out, dq, dk, dv))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -215,10 +215,10 @@ def test_real_sizes() -> None:
         return {"programs": lambda grid: [(tile * count + h, 0, 0) for h in wanted], "races": False, "poison": False}
 
     with checked(**only(order, heads, range(heads - 8, heads))):
-        plan_attention(q, k, v, out, lse, pieces, **kept).run()
-        plan_attention_dq(d_out, q, k, v, out, lse, delta, dq, pieces, **kept).run()
+        prepare_attention(q, k, v, out, lse, pieces, **kept).run()
+        prepare_attention_dq(d_out, q, k, v, out, lse, delta, dq, pieces, **kept).run()
     with checked(**only(keys, kv_heads, range(kv_heads - 1, kv_heads))):
-        plan_attention_dkdv(d_out, q, k, v, lse, delta, dk, dv, pieces, **kept).run()
+        prepare_attention_dkdv(d_out, q, k, v, lse, delta, dk, dv, pieces, **kept).run()
     got = (out[:, -8:, -50:], dq[:, -8:, -50:], dk[:, -1:, -50:], dv[:, -1:, -50:])
     for value, true, stock in zip(got, exact, naive, strict=True):
         close_to_exact(value, true, stock, slack=4.0)
@@ -238,9 +238,9 @@ def test_every_head_size_has_a_tile_on_every_target(dtype: torch.dtype) -> None:
         for target in (None, *COMPILED_FOR[1:], "sm_87", "sm_121"):
             kept: dict[str, Any] = {"scale": 1.0, "target": target}
             launches = [
-                plan_attention(q, k, k, q, lse, [(0, 1, 0, 9)], **kept),
-                plan_attention_dq(q, q, k, k, q, lse, lse, q, [(0, 1, 0, 9)], **kept),
-                plan_attention_dkdv(q, q, k, k, lse, lse, k, k, [(0, 1, 0, 9)], **kept),
+                prepare_attention(q, k, k, q, lse, [(0, 1, 0, 9)], **kept),
+                prepare_attention_dq(q, q, k, k, q, lse, lse, q, [(0, 1, 0, 9)], **kept),
+                prepare_attention_dkdv(q, q, k, k, lse, lse, k, k, [(0, 1, 0, 9)], **kept),
             ]
             for launch in launches:
                 assert size <= launch.constants["COLUMNS"] <= max(16, 2 * size)
@@ -252,10 +252,10 @@ def test_what_the_kernel_does_not_take() -> None:
     kept: dict[str, Any] = {"scale": 1.0, "sizes": {"BM": 16, "BN": 16}}
     wide = torch.zeros(1, 2, 4, 288)
     with pytest.raises(ValueError, match="head size 288"):
-        plan_attention(wide, wide, wide, wide, lse, [(0, 1, 0, 4)], **kept)
+        prepare_attention(wide, wide, wide, wide, lse, [(0, 1, 0, 4)], **kept)
     with pytest.raises(ValueError, match="float64"):
-        plan_attention(q.double(), k.double(), k.double(), out.double(), lse, [(0, 1, 0, 4)], **kept)
+        prepare_attention(q.double(), k.double(), k.double(), out.double(), lse, [(0, 1, 0, 4)], **kept)
     with pytest.raises(ValueError, match="contiguous heads"):
-        plan_attention(q, k.transpose(2, 3).contiguous().transpose(2, 3), k, out, lse, [(0, 1, 0, 4)], **kept)
+        prepare_attention(q, k.transpose(2, 3).contiguous().transpose(2, 3), k, out, lse, [(0, 1, 0, 4)], **kept)
     with pytest.raises(ValueError, match="do not fit"):
-        plan_attention(q, k[:, :, :3], k[:, :, :3], out, lse, [(0, 1, 0, 4)], **kept)
+        prepare_attention(q, k[:, :, :3], k[:, :, :3], out, lse, [(0, 1, 0, 4)], **kept)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from frugal.kernels.cross_entropy import cross_entropy_, plan_cross_entropy
-from frugal.kernels.cross_entropy_once import cross_entropy_once_, levels_shape, pays, plan_cross_entropy_once
+from frugal.kernels.cross_entropy import cross_entropy_, prepare_cross_entropy
+from frugal.kernels.cross_entropy_once import cross_entropy_once_, levels_shape, pays, prepare_cross_entropy_once
 from frugal.kernels.launch import Launch
 from frugal.kernels.tiles import tile
 from tests.kernels.support import checked, close_to_exact
@@ -67,7 +67,7 @@ def test_loss_and_gradient(vocab: int, block: int, dtype: torch.dtype, case: str
     (naive_gradient,) = torch.autograd.grad(naive.sum(), leaf)
     with checked():
         loss = torch.empty(5)
-        with_block(plan_cross_entropy(logits, labels, loss, **options), block).run()
+        with_block(prepare_cross_entropy(logits, labels, loss, **options), block).run()
     close_to_exact(loss, exact.detach(), naive.detach())
     close_to_exact(logits, exact_gradient, naive_gradient)
     assert (logits[2] == 0).all()
@@ -103,7 +103,7 @@ def test_large_logits_and_pieces_of_minus_infinity() -> None:
     exact = losses(logits.double(), labels)
     with checked():
         loss = torch.empty(2)
-        with_block(plan_cross_entropy(logits, labels, loss), 64).run()
+        with_block(prepare_cross_entropy(logits, labels, loss), 64).run()
     close_to_exact(loss, exact)
     assert torch.isfinite(logits).all()
 
@@ -112,7 +112,7 @@ def test_rows_of_the_first_and_second_kind() -> None:
     """Which rows are read once: from the table, by vocabulary."""
     labels, loss = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     for vocab, one_read in ((1000, True), (32000, True), (128256, False)):
-        launch = plan_cross_entropy(torch.zeros(2, vocab, dtype=torch.bfloat16), labels, loss)
+        launch = prepare_cross_entropy(torch.zeros(2, vocab, dtype=torch.bfloat16), labels, loss)
         assert launch.constants["ONE_READ"] is one_read
 
 
@@ -120,7 +120,7 @@ def once(logits: Tensor, labels: Tensor, block: int, **options: Any) -> tuple[Te
     """(loss, factor) of the kernel that reads once, with pieces of ``block`` columns."""
     loss, factor = torch.empty(2, logits.shape[0])
     levels = torch.empty(logits.shape[0] * -(logits.shape[1] // -block))
-    launch = plan_cross_entropy_once(logits, labels, loss, factor, levels, **options)
+    launch = prepare_cross_entropy_once(logits, labels, loss, factor, levels, **options)
     launch = Launch(launch.kernel, launch.grid, launch.args, {**launch.constants, "BLOCK": block}, launch.options)
     with checked():
         launch.run()
@@ -192,7 +192,7 @@ def test_raised_levels_are_seen() -> None:
     logits = rows_of("rising", 300, torch.float32)
     loss, factor = torch.empty(2, 6)
     levels = torch.empty(6, 5)
-    launch = plan_cross_entropy_once(logits, labels, loss, factor, levels)
+    launch = prepare_cross_entropy_once(logits, labels, loss, factor, levels)
     Launch(launch.kernel, launch.grid, launch.args, {**launch.constants, "BLOCK": 64}, launch.options).run()
     assert len(levels[0].unique()) > 2
     logits = rows_of("flat", 9000, torch.float16)
@@ -218,12 +218,12 @@ def test_who_is_read_once() -> None:
     pieces = -(9000 // -tile("cross_entropy_once", torch.float32, cpu)["BLOCK"])
     assert levels_shape(torch.zeros(2, 9000)) == (2, pieces)
     with pytest.raises(ValueError, match=f"{2 * pieces} levels expected, got 1"):
-        plan_cross_entropy_once(torch.zeros(2, 9000), torch.zeros(2, dtype=torch.int64), *torch.zeros(2, 2),
+        prepare_cross_entropy_once(torch.zeros(2, 9000), torch.zeros(2, dtype=torch.int64), *torch.zeros(2, 2),
                                 torch.zeros(1))  # fmt: skip
 
 
 def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="labels and float32 loss"):
-        plan_cross_entropy(torch.zeros(2, 8), torch.zeros(3, dtype=torch.int64), torch.zeros(2))
+        prepare_cross_entropy(torch.zeros(2, 8), torch.zeros(3, dtype=torch.int64), torch.zeros(2))
     with pytest.raises(ValueError, match="token_weights"):
         cross_entropy_(torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64), token_weights=torch.zeros(3))

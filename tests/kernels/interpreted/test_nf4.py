@@ -9,7 +9,7 @@ from torch import Tensor
 
 from frugal.codecs.nf4 import NF4Tensors, dequantize_nf4, quantize_nf4
 from frugal.codecs.nf4_codes import nested_code, nf4_code
-from frugal.kernels.nf4 import Nf4Parts, dequantize, plan_dequantize_lora
+from frugal.kernels.nf4 import Nf4Parts, dequantize, prepare_dequantize_lora
 from tests.kernels.support import KernelFault, bits_equal, checked, close_to_exact
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def test_update_of_low_rank(dtype: torch.dtype, double: bool, bm: int, bn: int) 
     b = torch.randn(rows, rank, generator=generator).to(dtype)
     with checked() as report:
         out = torch.empty(rows - first, columns, dtype=dtype)
-        launch = plan_dequantize_lora(parts_of(nf4), a, b, 0.37, first, out)
+        launch = prepare_dequantize_lora(parts_of(nf4), a, b, 0.37, first, out)
         tiles = {**launch.constants, "BM": bm, "BN": bn}
         type(launch)(launch.kernel, (-(columns // -bn), -((rows - first) // -bm)), launch.args, tiles, {}).run()
     assert report.launches == ["nf4_lora_kernel"]
@@ -87,7 +87,7 @@ def test_update_of_low_rank(dtype: torch.dtype, double: bool, bm: int, bn: int) 
 def test_update_needs_whole_blocks_in_a_row() -> None:
     nf4 = quantized(4, 96, True)
     with pytest.raises(ValueError, match="multiple of 64, got 96"):
-        plan_dequantize_lora(parts_of(nf4), torch.zeros(2, 96), torch.zeros(4, 2), 1.0, 0, torch.empty(4, 96))
+        prepare_dequantize_lora(parts_of(nf4), torch.zeros(2, 96), torch.zeros(4, 2), 1.0, 0, torch.empty(4, 96))
 
 
 def test_a_matrix_that_is_too_small_is_found() -> None:

@@ -16,7 +16,7 @@ from frugal.ops.gated_mlp import gated_mlp, gated_mlp_reference
 from frugal.ops.kernel_forms import nf4_rows, nf4_rows_with_update
 from frugal.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from frugal.ops.norm import rms_norm, rms_norm_reference
-from frugal.ops.projection import Projection, Running
+from frugal.ops.projection import LoraMatmul, Projection
 from frugal.ops.rope import rope_joint, rope_pair, rope_reference
 from frugal.training.optim8bit import AdamW8bit
 from tests.kernels.support import bits_equal, checked
@@ -215,13 +215,13 @@ def test_a_projection_that_adds_its_update_takes_the_fused_kernel(monkeypatch: p
     for module in (projection, weights):
         monkeypatch.setattr(module, "resolve", lambda op, x, **facts: (registry._FORMS[op, "triton"], None))
     with checked() as report:
-        run = Running(Projection(nf4, None, (a, b, 0.25)), torch.float32, torch.device("cpu"), 200)
+        run = LoraMatmul(Projection(nf4, None, (a, b, 0.25)), torch.float32, torch.device("cpu"), 200)
         got = run.forward(x, torch.empty(200, 90))
     assert set(report.launches) == {"nf4_lora_kernel"}
     dense = nf4.dequantize_rows(0, 90, torch.float32)
     torch.testing.assert_close(got, x @ dense.t() + 0.25 * (x @ a.t()) @ b.t(), rtol=1e-4, atol=1e-4)
     with checked() as report:
         narrow = torch.bfloat16
-        run = Running(Projection(nf4, None, (a, b, 0.25)), narrow, torch.device("cpu"), 200)
+        run = LoraMatmul(Projection(nf4, None, (a, b, 0.25)), narrow, torch.device("cpu"), 200)
         run.forward(x.to(narrow), torch.empty(200, 90, dtype=narrow))
     assert set(report.launches) == {"nf4_dequantize_kernel"}

@@ -18,8 +18,8 @@ from frugal.kernels.adam8bit import adam8bit_
 from frugal.kernels.cross_entropy import cross_entropy_
 from frugal.kernels.cross_entropy_once import cross_entropy_once_
 from frugal.kernels.gated import gated, gated_backward_
-from frugal.kernels.nf4 import Nf4Parts, plan_dequantize, plan_dequantize_lora
-from frugal.kernels.rms_norm import plan_rms_norm, plan_rms_norm_backward
+from frugal.kernels.nf4 import Nf4Parts, prepare_dequantize, prepare_dequantize_lora
+from frugal.kernels.rms_norm import prepare_rms_norm, prepare_rms_norm_backward
 from frugal.kernels.rope import rope_
 from tests.kernels.support import checked, close_to_exact, sparse_empty
 
@@ -106,11 +106,11 @@ def test_rms_norm(rows: int, columns: int) -> None:
     x[-600:-1] = 1.0
     weight = torch.rand(columns, generator=generator).to(BF16)
     with checked(**REAL):
-        plan_rms_norm(x, weight, 1e-6, 0.0, out).run()
+        prepare_rms_norm(x, weight, 1e-6, 0.0, out).run()
     leaf = x[-1].double().requires_grad_()
     exact = leaf * torch.rsqrt(leaf.square().mean() + 1e-6) * weight.double()
     close_to_exact(out[-1], exact.detach())
-    launch, partial = plan_rms_norm_backward(dy, x, weight, 1e-6, 0.0, out, True)
+    launch, partial = prepare_rms_norm_backward(dy, x, weight, 1e-6, 0.0, out, True)
     assert partial is not None
     with checked(**REAL):
         launch.run()
@@ -159,11 +159,11 @@ def test_nf4(rows: int, columns: int) -> None:
     parts, expected = nf4_parts(rows, columns)
     out = sparse_empty((rows, columns), BF16)
     with checked(**REAL):
-        plan_dequantize(parts, 0, rows * columns, out.view(-1)).run()
+        prepare_dequantize(parts, 0, rows * columns, out.view(-1)).run()
     assert torch.equal(out[-1, -64:], expected[-64:].to(BF16))
     tail = torch.empty(columns, dtype=torch.float32)
     with checked(poison=False):
-        plan_dequantize(parts, (rows - 1) * columns, rows * columns, tail).run()
+        prepare_dequantize(parts, (rows - 1) * columns, rows * columns, tail).run()
     assert torch.equal(tail, expected)
 
 
@@ -175,12 +175,12 @@ def test_nf4_with_an_update() -> None:
     b[-1] = 0.5
     out = sparse_empty((rows, columns), torch.float32)
     with checked(**REAL):
-        plan_dequantize_lora(parts, a, b, 2.0, 0, out).run()
+        prepare_dequantize_lora(parts, a, b, 2.0, 0, out).run()
     expected[-1] += 16.0
     assert torch.allclose(out[-1, -64:], expected[-64:], rtol=1e-6, atol=0)
     half = sparse_empty((rows // 2, columns), torch.float32)
     with checked(**REAL):
-        plan_dequantize_lora(parts, a, b, 2.0, rows // 2, half).run()
+        prepare_dequantize_lora(parts, a, b, 2.0, rows // 2, half).run()
     assert torch.equal(half[-1, -64:], out[-1, -64:])
 
 

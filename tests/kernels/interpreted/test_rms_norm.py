@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from frugal.kernels.launch import Launch
-from frugal.kernels.rms_norm import plan_rms_norm, rms_norm, rms_norm_backward
+from frugal.kernels.rms_norm import prepare_rms_norm, rms_norm, rms_norm_backward
 from tests.kernels.support import checked, close_to_exact
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -38,7 +38,7 @@ def test_forward(rows: int, columns: int, tile: int, dtype: torch.dtype, offset:
     for w in (weight, None):
         with checked():
             out = torch.empty_like(x)
-            launch = with_tile(plan_rms_norm(x, w, EPS, offset, out), rows, columns, tile, steps=3)
+            launch = with_tile(prepare_rms_norm(x, w, EPS, offset, out), rows, columns, tile, steps=3)
             launch.run()
         exact = stock(x.double(), None if w is None else w.double(), offset)
         close_to_exact(out, exact, stock(x, w, offset))
