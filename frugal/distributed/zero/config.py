@@ -54,7 +54,7 @@ _NO_MATTER = {
 
 OLDEST = "0.19.8"
 """The DeepSpeed that frugal was tried with; 0.19.0 cannot reduce the gradients of a window together."""
-PIP = "pip install 'frugal[deepspeed]'"
+PIP = "pip install 'frugal-lora[deepspeed]'"
 _BUILD_SECONDS = 600
 _CHECK_SECONDS = 60
 
