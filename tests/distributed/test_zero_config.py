@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.distributed.zero import ready as zero_ready
+from frugal.distributed.zero import config as zero_config
 from frugal.distributed.zero.config import (
     ZeroSettings,
     check_given,
@@ -170,8 +170,8 @@ def test_tuning_of_the_launcher_is_taken_over() -> None:
 
 def test_without_deepspeed_one_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'frugal\[deepspeed\]'"):
-        zero_ready.require_deepspeed(CPU)
+    with pytest.raises(UnsupportedError, match=r"pip install 'frugal-lora\[deepspeed\]'"):
+        zero_config.require_deepspeed(CPU)
 
 
 @pytest.fixture
@@ -187,25 +187,25 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_another_device_in_the_environment(installed: pytest.MonkeyPatch) -> None:
     installed.setenv("DS_ACCELERATOR", "cuda")
     with pytest.raises(UnsupportedError, match="DS_ACCELERATOR=cuda"):
-        zero_ready.require_deepspeed(CPU)
+        zero_config.require_deepspeed(CPU)
 
 
 def test_an_old_version(installed: pytest.MonkeyPatch) -> None:
     installed.setattr(importlib.metadata, "version", lambda name: "0.17.6")
     with pytest.raises(UnsupportedError, match=r"0\.17\.6"):
-        zero_ready.require_deepspeed(CPU)
+        zero_config.require_deepspeed(CPU)
 
 
 def test_no_compiler_on_a_cpu(installed: pytest.MonkeyPatch, tmp_path: Path) -> None:
     installed.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     installed.setenv("CXX", "no-such-compiler")
     with pytest.raises(UnsupportedError, match="no-such-compiler was not found"):
-        zero_ready.require_deepspeed(CPU)
+        zero_config.require_deepspeed(CPU)
     folder = tmp_path / "deepspeed_shm_comm"
     folder.mkdir()
     (folder / "build.ninja").touch()
     (folder / "deepspeed_shm_comm.so").touch()
-    zero_ready.require_deepspeed(CPU)
+    zero_config.require_deepspeed(CPU)
 
 
 def test_a_lock_that_a_killed_build_left(installed: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -214,11 +214,11 @@ def test_a_lock_that_a_killed_build_left(installed: pytest.MonkeyPatch, tmp_path
     folder.mkdir(parents=True)
     lock = folder / "lock"
     lock.touch()
-    zero_ready.require_deepspeed(CPU)  # another process may be building now
+    zero_config.require_deepspeed(CPU)  # another process may be building now
     old = time.time() - 3600
     os.utime(lock, (old, old))
     with pytest.raises(UnsupportedError, match="delete that file"):
-        zero_ready.require_deepspeed(CPU)
+        zero_config.require_deepspeed(CPU)
 
 
 def test_a_lock_beside_a_built_operation_is_waited_for_a_minute_at_most(
@@ -231,9 +231,9 @@ def test_a_lock_beside_a_built_operation_is_waited_for_a_minute_at_most(
     lock = folder / "lock"
     lock.touch()
     threading.Timer(1.0, lock.unlink).start()
-    zero_ready.require_deepspeed(CPU)
+    zero_config.require_deepspeed(CPU)
     assert not lock.exists()
     lock.touch()
-    installed.setattr(zero_ready, "_CHECK_SECONDS", 1)
+    installed.setattr(zero_config, "_CHECK_SECONDS", 1)
     with pytest.raises(UnsupportedError, match="delete that file"):
-        zero_ready.require_deepspeed(CPU)
+        zero_config.require_deepspeed(CPU)
