@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import importlib
 import io
@@ -239,6 +240,16 @@ def configs_copy(
     print(f"wrote {copy_config(name, destination)}")
 
 
+def utf8_locale() -> None:
+    """Start once more in Python's UTF-8 mode in a bare C locale (containers, cron).
+
+    Names of files, words of the command line and what is read from the keyboard are UTF-8 there too.
+    """
+    if not sys.flags.utf8_mode and codecs.lookup(sys.getfilesystemencoding()).name == "ascii":
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
 def safe_streams() -> None:
     """Printing never ends a command: what a stream cannot encode is escaped. (Of this process: `frugal.console`.)"""
     for stream in (sys.stdout, sys.stderr):
@@ -258,6 +269,7 @@ def resume_argument(argv: list[str]) -> list[str]:
 
 def main() -> None:
     """Entry point of the `frugal` command and of `python -m frugal`."""
+    utf8_locale()
     safe_streams()
     # bitsandbytes warns at import, on CPUs with bfloat16 instructions, of an optional inference kernel that is not used
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
