@@ -118,7 +118,7 @@ def _rms_norm(random: Random) -> Results:
     return _against(got, lambda x, w: rms_norm_reference(x, w, 1e-5), (x, w), grad)
 
 
-def _rope(random: Random) -> float:
+def _rope(random: Random) -> Results:
     q, k, grad, angle = random(2, 4, 33, 64), random(2, 2, 33, 64), random(2, 6, 33, 64), random(1, 33, 32)
     cos, sin = angle.cos(), angle.sin()
 
