@@ -25,9 +25,9 @@ OVERRIDES ?=
 
 help:
 	@echo "make quickstart  set up, fetch a small model and data, train into $(RUN), show answers before and after"
-	@echo "make test        run all tests (15 minutes on two cores)"
-	@echo "make test-quick  run the tests that start no runs, processes or interpreted kernels (2 minutes)"
-	@echo "make test-avx2   run the numeric tests again, as on a CPU without AVX-512 (5 minutes)"
+	@echo "make test        run all tests"
+	@echo "make test-quick  run the tests that start no runs, processes or interpreted kernels"
+	@echo "make test-avx2   run the numeric tests again, as on a CPU without AVX-512"
 	@echo "make check       lint, types, layers"
 	@echo "make mutants     plant faults in the kernels and see the tests catch each (20 minutes)"
 	@echo "make kernels     compile every kernel for every GPU generation, count its traffic (30 minutes, no GPU)"
