@@ -192,6 +192,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         events.training(accelerator, state.step)
         with events.phase("training"), StopRequest(events.say) as stop, group.guarded():
             state = train_loop(training, Hooks(events.step, writer.save, stop, fallback.next), state)
+        events.ran(ran.decisions())  # the optimizer's too
         events.trained()
 
         kept_best = config.output.keep_best and state.best_step is not None

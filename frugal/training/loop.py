@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import sys
 import time
 import traceback
@@ -151,8 +152,8 @@ def _read(sums: torch.Tensor, targets: int) -> list[float]:
     if ranks.world_size() > 1:
         torch.distributed.all_reduce(sums)
     totals: list[float] = sums.tolist()
-    if int(totals[1]) != targets:
-        raise AssertionError(f"{int(totals[1])} targets reached the loss, the rows hold {targets}")
+    if totals[1] != targets and math.isfinite(totals[0]):  # a loss that is not a number has a message of its own
+        raise AssertionError(f"{totals[1]} targets reached the loss, the rows hold {targets}")
     return totals
 
 

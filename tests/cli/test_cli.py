@@ -230,7 +230,7 @@ assert "load_config" in dir(frugal)
         (["--world-size", "2", "--strategy", "ddp", "--offload"], "--offload: ddp keeps everything on its device"),
         (["--sweep", "--solve"], "give one of them"),
         (["--picture", "missing/x.svg"], "--picture missing/x.svg: no folder to write to"),
-        (["--picture", "x.png"], "pictures are written as .svg or .html"),
+        (["--picture", "x.png"], "expected a file name that ends in .svg or .html"),
     ],
 )
 def test_plan_refuses_options_that_do_not_go_together(

@@ -43,7 +43,7 @@ def test_explicit_choices_are_kept() -> None:
 
 def test_the_run_stops_before_anything_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A base that would have to be downloaded, on a T4: the dtype is refused first, and nothing is written."""
-    monkeypatch.setattr("frugal.run.train.device_of", lambda accelerator: T4)
+    monkeypatch.setattr("frugal.run.setup.device_of", lambda accelerator: T4)
 
     def looked(*args: object, **kwargs: object) -> None:
         raise AssertionError("the base was looked for")

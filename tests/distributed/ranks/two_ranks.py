@@ -1,4 +1,4 @@
-"""Run by test_ranks.py as one of two gloo processes. Writes what it saw to `<folder>/<rank>.json`."""
+"""Run by test_two_ranks.py as one of two gloo processes. Writes what it saw to `<folder>/<rank>.json`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,13 @@ def fail() -> None:
     raise CheckpointError("disk full")
 
 
+def compared(parameters: dict[str, Any]) -> str:
+    return message(lambda: ranks.compare({name: ranks.digest(each) for name, each in parameters.items()}, "here"))
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
     model = toy.tiny_model()
     job = toy.make_job(
         model, toy.rows(TARGETS), eval_rows=toy.rows([2, 1, 5], seed=3), per_device_train_batch_size=1, **SETTINGS
@@ -50,14 +55,14 @@ def main(folder: Path) -> None:
     me = ranks.rank()
     out: dict[str, Any] = {"world": ranks.world_size(), "backend": torch.distributed.get_backend()}
     parameters = trainable(model)
-    out["same"] = message(lambda: ranks.check_same(parameters))
+    out["same"] = compared(parameters)
     out["on_first"] = message(lambda: ranks.on_first(fail))
     out["value"] = ranks.on_first(lambda: 41 + me)
     out["stop"] = ranks.any_rank(143 if me == 1 else None)
     records: list[dict[str, Any]] = []
     train_loop(job, Hooks(records.append, lambda state: None, StopRequest()), LoopState())
     out["records"] = records
-    out["after"] = message(lambda: ranks.check_same(parameters))
+    out["after"] = compared(parameters)
     alone = evaluate_rows(
         job.module, job.eval_rows, job.objective, batch_size=1, device=torch.device("cpu"), rank=me, world_size=2
     )
@@ -68,7 +73,7 @@ def main(folder: Path) -> None:
         with torch.no_grad():
             parameters[name][0, 0] += 1e-6
         out["changed"] = name
-    out["other"] = message(lambda: ranks.check_same(parameters))
+    out["other"] = compared(parameters)
     (folder / f"{me}.json").write_text(json.dumps(out))
     torch.distributed.destroy_process_group()
 
