@@ -27,7 +27,10 @@ from tests.support import training as toy
 ONE = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_grad_norm": 0.0, "max_steps": 12}
 VARIANTS: dict[str, dict[str, Any]] = {
     "adamw": {"train": {}},
-    "8 bit, LoRA+, decay": {"train": {"optim": "adamw_8bit", "loraplus_lr_ratio": 4.0, "weight_decay": 0.1}},
+    "8 bit, LoRA+, decay": {
+        "train": {"optim": "adamw_8bit", "loraplus_lr_ratio": 4.0, "weight_decay": 0.1},
+        "lora": {"r": 64},  # matrices of 4096 values and more, which have their moments in 8 bits
+    },
     "DoRA, head, no checkpointing": {
         "train": {},
         "lora": {"use_dora": True, "modules_to_save": ["lm_head"]},
@@ -88,7 +91,9 @@ def test_resume_is_bit_equal(tiny_llama_folder: Path, tmp_path: Path) -> None:
     part.mkdir()
     shutil.copytree(whole / "checkpoint-6", part / "checkpoint-6")
     shutil.copy(whole / "train_log.jsonl", part)
-    config = runs.config(tiny_llama_folder, tmp_path / "rows.jsonl", part, train={**ONE, **variant["train"]})
+    config = runs.config(
+        tiny_llama_folder, tmp_path / "rows.jsonl", part, train={**ONE, **variant["train"]}, lora=variant["lora"]
+    )
     config["memory"] = {"optimizer_in_backward": True}
     config["output"].update(save_steps=6)
     train(config, resume=True)
