@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_cases import Case, Make, case
-from frugal.kernels.attention import prepare_attention
-from frugal.kernels.attention_backward import prepare_attention_dkdv, prepare_attention_dq
-from frugal.kernels.launch import Launch
+from frugal.ops.attention.triton import prepare_attention
+from frugal.ops.attention.triton_backward import prepare_attention_dkdv, prepare_attention_dq
+from frugal.ops.launch import Launch
 
 # Kernels whose matrix has other dtypes than bf16, and forms that the timing has but the matrix leaves out.
 FP16, FP32, TIMED_ONLY = ("d128",), ("d64", "d128"), ("d80", "d96", "d128_window", "d128_bidirectional", "d256")

@@ -1,4 +1,4 @@
-"""Choose the attention kernels' tiles by compiling candidates for every target; writes attention_tiles.py.
+"""Choose the attention kernels' tiles by compiling candidates for every target; writes frugal/ops/tile_table.py.
 
     python benchmarks/attention_sweep.py [--targets 86 120] [--only attention_dkdv_d128]
 
@@ -21,11 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.attention_cases import KERNELS, Form, launch_of
 from benchmarks.kernel_metrics import SHARED_LIMIT, compile_launch, meta, target_name
-from frugal.files import write_text
-from frugal.kernels import MAX_HEAD_SIZE
-from frugal.kernels.attention_tiles import TILES
+from benchmarks.kernels_sweep import write
+from frugal.ops.target import MAX_HEAD_SIZE
+from frugal.ops.tile_table import TILES
 
-TABLE = Path(__file__).resolve().parents[1] / "frugal" / "kernels" / "attention_tiles.py"
 TARGETS = (80, 86, 89, 90, 100, 120)
 SIZES = (64, 128, 256)
 # (BM, BN, num_warps, num_stages), best first.
@@ -81,21 +80,6 @@ def choose_tile(kernel: str, size: int, dtype: torch.dtype, target: int) -> dict
     return fallback[1]
 
 
-def table_text(table: dict[str, dict[str, dict[str, int]]]) -> str:
-    """The module that `frugal.kernels.tiles` reads."""
-    lines = ['"""Written by benchmarks/attention_sweep.py; change candidates there."""', "",
-             "TILES: dict[str, dict[str, dict[str, int]]] = {"]  # fmt: skip
-    for key in sorted(table):
-        lines.append(f'    "{key}": {{')
-        lines += [f'        "{target}": {_row(table[key][target])},' for target in sorted(table[key])]
-        lines.append("    },")
-    return "\n".join([*lines, "}", ""])
-
-
-def _row(sizes: dict[str, int]) -> str:
-    return "{" + ", ".join(f'"{name}": {value}' for name, value in sizes.items()) + "}"
-
-
 def main() -> None:
     """Sweep, writing the table after each entry."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -103,19 +87,18 @@ def main() -> None:
     parser.add_argument("--bits", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--only", nargs="+", metavar="KERNEL_dSIZE/BITS", help="rows of the table to choose anew")
     asked = parser.parse_args()
-    table = {key: dict(rows) for key, rows in TILES.items()}
     for dtype in (d for d in (torch.bfloat16, torch.float32) if 8 * d.itemsize in asked.bits):
         for kernel in KERNELS:
             for size in SIZES:
                 key = f"{kernel}_d{size}/{8 * dtype.itemsize}"
                 if (asked.only and key not in asked.only) or size > MAX_HEAD_SIZE[dtype]:
                     continue
-                rows = table.setdefault(key, {})
+                known = TILES.get(key, {})
+                rows = {target_name(t): known.get(target_name(t), known["default"]) for t in TARGETS if known}
                 for target in asked.targets:
                     rows[target_name(target)] = choose_tile(kernel, size, dtype, target)
                 # Other devices, the interpreter among them: the smallest card's.
-                rows["default"] = rows.get("sm_86", next(iter(rows.values())))
-                write_text(TABLE, table_text(table))
+                write(key, {"default": rows.get("sm_86", next(iter(rows.values()))), **rows})
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frugal.kernels.adam8bit import prepare_adam8bit
-from frugal.kernels.cross_entropy import prepare_cross_entropy
-from frugal.kernels.cross_entropy_once import levels_shape, prepare_cross_entropy_once
-from frugal.kernels.gated import Activation, prepare_gated, prepare_gated_backward
-from frugal.kernels.launch import Launch
-from frugal.kernels.nf4 import Nf4Parts, prepare_dequantize, prepare_dequantize_lora
-from frugal.kernels.rms_norm import prepare_rms_norm, prepare_rms_norm_backward
-from frugal.kernels.rope import prepare_rope
+from frugal.ops.adam8bit.triton import prepare_adam8bit
+from frugal.ops.gated_mlp.triton import Activation, prepare_gated, prepare_gated_backward
+from frugal.ops.launch import Launch
+from frugal.ops.linear_cross_entropy.triton import prepare_cross_entropy
+from frugal.ops.linear_cross_entropy.triton_once import levels_shape, prepare_cross_entropy_once
+from frugal.ops.rms_norm.triton import prepare_rms_norm, prepare_rms_norm_backward
+from frugal.ops.rope.triton import prepare_rope
+from frugal.ops.weights.triton import Nf4Parts, prepare_dequantize, prepare_dequantize_lora
 
 Make = Callable[..., Tensor]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -20,7 +20,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from frugal.kernels.launch import Launch
+from frugal.ops.launch import Launch
 
 # Shared memory a block may use, bytes (CUDA C++ programming guide, technical specifications per compute capability).
 SHARED_LIMIT = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}

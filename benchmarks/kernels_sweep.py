@@ -1,4 +1,4 @@
-"""Choose tile sizes by compiling candidates, and write frugal/kernels/tile_table.py.
+"""Choose tile sizes by compiling candidates, and write frugal/ops/tile_table.py.
 
     python benchmarks/kernels_sweep.py            # all kernels and targets: about a quarter of an hour on one core
     python benchmarks/kernels_sweep.py gated      # only kernels whose name begins so; other rows stay
@@ -22,12 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.kernel_cases import CASES, Make
 from benchmarks.kernel_metrics import Metrics, compile_launch, meta
-from frugal.kernels.tile_table import TILES
+from frugal.ops.tile_table import TILES
 
 TARGETS = (75, 80, 86, 89, 90, 100, 120)
 MAX_WARPS = {75: 32, 80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 SHARED_PER_SM = {75: 65536, 80: 167936, 86: 102400, 89: 102400, 90: 233472, 100: 233472, 120: 102400}
 ENOUGH_BYTES = 32768
+TABLE = Path(__file__).resolve().parents[1] / "frugal" / "ops" / "tile_table.py"
 
 Tile = dict[str, int]
 # Kernel of the table -> (cases that must do well with it, candidates; the first is kept where all are alike).
@@ -86,10 +87,11 @@ def best(kernel: str, dtype: torch.dtype, target: int) -> Tile:
     return max(found, key=lambda pair: pair[0])[1]
 
 
-def write(path: Path, key: str, rows: dict[str, Tile]) -> None:
-    """Replace one row of the table as it is on disk now."""
-    table = runpy.run_path(str(path))["TILES"] | {key: rows}
-    lines = ['"""Written by benchmarks/kernels_sweep.py; change candidates there."""', "",
+def write(key: str, rows: dict[str, Tile], path: Path = TABLE) -> None:
+    """Replace one row of the table as it is on disk now; a target without an entry takes the default."""
+    kept = {target: tile for target, tile in rows.items() if target == "default" or tile != rows["default"]}
+    table = runpy.run_path(str(path))["TILES"] | {key: kept}
+    lines = ['"""Written by benchmarks/kernels_sweep.py and attention_sweep.py; change candidates there."""', "",
              "TILES: dict[str, dict[str, dict[str, int]]] = {"]  # fmt: skip
     for name, entry in table.items():
         lines.append(f'    "{name}": {{')
@@ -115,9 +117,9 @@ def main() -> None:
                       for t in targets}  # fmt: skip
             tiles = list(chosen.values())
             default = max(tiles, key=tiles.count)
-            TILES[key] = {"default": default, **{f"sm_{t}": v for t, v in chosen.items() if v != default}}
+            TILES[key] = {"default": default, **{f"sm_{t}": v for t, v in chosen.items()}}
             print(key, TILES[key], flush=True)
-            write(Path(__file__).parents[1] / "frugal" / "kernels" / "tile_table.py", key, TILES[key])
+            write(key, TILES[key])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 
 from frugal.memory.scratch import ScratchFile
 from frugal.memory.space import Regions, refuse_when_host_is_full
-from frugal.ops.fake import is_fake
+from frugal.ops.simulated import is_fake
 
 
 class Slot(ABC):

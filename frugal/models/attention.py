@@ -26,7 +26,7 @@ from frugal.model_structure import input_device
 from frugal.models.equivalence import largest_difference, model_tolerance, probe
 from frugal.models.materialize import DeferredLayers
 from frugal.ops import Choice, attention, choose
-from frugal.ops.fake import is_fake
+from frugal.ops.simulated import is_fake
 
 NAME = "frugal"
 AUTO = "auto"

@@ -7,9 +7,9 @@ from frugal.ops.attention import attention, attention_reference
 from frugal.ops.gated_mlp import gated_mlp, gated_mlp_reference
 from frugal.ops.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy, linear_cross_entropy_reference
 from frugal.ops.lora_linear import lora_linear, lora_linear_reference
-from frugal.ops.norm import rms_norm, rms_norm_reference
 from frugal.ops.projection import Projection
 from frugal.ops.registry import Choice, choose
+from frugal.ops.rms_norm import rms_norm, rms_norm_reference
 from frugal.ops.rope import rope, rope_joint, rope_pair, rope_reference
 
 __all__ = [

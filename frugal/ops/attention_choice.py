@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from frugal.kernels import attention_size_refusal
-from frugal.ops import flash_varlen
-from frugal.ops.target import Target, no_tensor_cores, no_triton
+from frugal.ops.attention import flash_attn
+from frugal.ops.target import Target, attention_size_refusal, no_tensor_cores, no_triton
 
 Facts = Mapping[str, Any]
 FLASH_MAX_HEAD_SIZE = 256
@@ -77,5 +76,5 @@ def flash_attn_refusal(facts: Facts) -> str | None:
 @functools.cache
 def flash_attn_missing() -> str | None:
     """Why the package cannot be used; None when it can."""
-    function, reason = flash_varlen.load()
+    function, reason = flash_attn.load()
     return None if function is not None else reason

@@ -9,6 +9,7 @@ gave, so that a run's manifest says what ran (`recording`).
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from frugal.decision import Decision
 from frugal.errors import UnsupportedError
-from frugal.kernels import MAX_NORM_COLUMNS
 from frugal.ops.attention_choice import (
     FLASH_DTYPES,
     flash_attn_refusal,
@@ -29,9 +29,8 @@ from frugal.ops.attention_choice import (
     triton_refusal,
     triton_yields,
 )
-from frugal.ops.fake import is_fake
-from frugal.ops.simulated import simulated_device
-from frugal.ops.target import Target, no_triton, target_of
+from frugal.ops.simulated import is_fake, simulated_device
+from frugal.ops.target import MAX_NORM_COLUMNS, Target, no_triton, target_of
 
 Facts = Mapping[str, Any]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -52,6 +51,8 @@ class Implementation:
     """What it cannot do on any device: it falls back to the next row then also where it was asked for by name."""
     yields: Callable[[Facts], str | None] = lambda facts: None
     """Why a later row is preferred although this one could serve."""
+    module: str = ""
+    """Registers the callable when it is imported, which is when the row is first taken: Triton is optional."""
 
     def refusal(self, device: str, dtype: torch.dtype, facts: Facts) -> str | None:
         """Why this row cannot serve the request; None when it can."""
@@ -80,8 +81,11 @@ def _kernel_refusal(facts: Facts) -> str | None:
     return no_triton(facts["target"], facts["dtype"])
 
 
-def _triton(why: str, limits: Callable[[Facts], str | None] = lambda facts: None) -> Implementation:
-    return Implementation("triton", why, devices=("cuda",), dtypes=KERNEL_DTYPES, refuse=_kernel_refusal, limits=limits)
+def _triton(folder: str, why: str, limits: Callable[[Facts], str | None] = lambda facts: None) -> Implementation:
+    return Implementation(
+        "triton", why, devices=("cuda",), dtypes=KERNEL_DTYPES, refuse=_kernel_refusal, limits=limits,
+        module=f"frugal.ops.{folder}.triton",
+    )  # fmt: skip
 
 
 def _norm_limits(facts: Facts) -> str | None:
@@ -122,6 +126,7 @@ _TORCH = "autograd function that saves little; any device"
 ROWS: dict[str, tuple[Implementation, ...]] = {
     "linear_cross_entropy": (
         _triton(
+            "linear_cross_entropy",
             "chunks as in torch; loss and gradient of a chunk in one launch, in place, each logit read once",
             _loss_limits,
         ),
@@ -165,22 +170,26 @@ ROWS: dict[str, tuple[Implementation, ...]] = {
         Implementation("reference", "plain linear plus low-rank update", refuse=_lora_refusal),
     ),
     "gated_mlp": (
-        _triton("tiles as in torch; activation, product and their gradients fused and in place"),
+        _triton("gated_mlp", "tiles as in torch; activation, product and their gradients fused and in place"),
         Implementation("torch", _TORCH),
         _REFERENCE,
     ),
-    "rms_norm": (_triton("one pass over the row", _norm_limits), Implementation("torch", _TORCH), _REFERENCE),
-    "rope": (_triton("rotates q and k in one launch"), Implementation("torch", _TORCH), _REFERENCE),
+    "rms_norm": (
+        _triton("rms_norm", "one pass over the row", _norm_limits),
+        Implementation("torch", _TORCH),
+        _REFERENCE,
+    ),
+    "rope": (_triton("rope", "rotates q and k in one launch"), Implementation("torch", _TORCH), _REFERENCE),
     "nf4_rows": (
-        _triton("codes and both levels of scales in one launch"),
+        _triton("weights", "codes and both levels of scales in one launch"),
         Implementation("torch", "bitsandbytes' kernel on GPUs, a table of value pairs on CPUs"),
     ),
     "nf4_rows_with_update": (
-        _triton("codes, scales and the adapter's product in one launch", _update_limits),
+        _triton("weights", "codes, scales and the adapter's product in one launch", _update_limits),
         Implementation("torch", "rows of nf4_rows, then a product added in place"),
     ),
     "adam8bit": (
-        _triton("parameter, gradient, moments and scales in one launch; each moment gets its nearest code"),
+        _triton("adam8bit", "parameter, gradient, moments and scales in one launch; each moment gets its nearest code"),
         Implementation("bitsandbytes", "bitsandbytes' operation: the numbers of its optimizer", dtypes=KERNEL_DTYPES),
     ),
 }
@@ -262,6 +271,9 @@ def simulates(op: str, name: str) -> Callable[[Form], Form]:
 def _form(op: str, name: str, *, fake: bool) -> Callable[..., Any]:
     """The callable of a row. On fake tensors a kernel gives way to the next row, which allocates the same or more."""
     if not fake:
+        (row,) = (row for row in ROWS[op] if row.name == name)
+        if (op, name) not in _FORMS and row.module:
+            importlib.import_module(row.module)
         return _FORMS[op, name]
     if (op, name) in _SIMULATED:
         return _SIMULATED[op, name]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from dataclasses import dataclass
 
 import torch
 
-from frugal import kernels
-
 OLDEST = (7, 5)  # Triton compiles for nothing older
 TENSOR_CORES_IN_TRITON = (8, 0)
+# What benchmarks/kernels_aot.py compiles; attention, which is built on tensor cores, from the second on.
+COMPILED_FOR = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+MAX_NORM_COLUMNS = 8192  # of RMSNorm: a row lives in registers, and longer ones spill in backward
+MAX_HEAD_SIZE = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}  # of attention
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def no_triton(target: Target, dtype: torch.dtype) -> str | None:
         return f"not supported on {target.label}: Triton compiles for sm_75 and later"
     if dtype is torch.bfloat16 and target.capability < TENSOR_CORES_IN_TRITON:
         return f"bfloat16 is only emulated on {target.label}: use float16"
-    return None if target.simulated else kernels.why_not()
+    return None if target.simulated else triton_missing()
 
 
 def no_tensor_cores(target: Target) -> str | None:
@@ -83,4 +86,20 @@ def no_tensor_cores(target: Target) -> str | None:
             f"{target.label} has no tensor-core path in Triton (tl.dot becomes single multiply-adds): matrix products "
             "are cuBLAS there"
         )
+    return None
+
+
+def triton_missing() -> str | None:
+    """Why no kernel can be used in this environment whatever the device; None when they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton; wheels exist for Linux on x86-64)"
+    return None
+
+
+def attention_size_refusal(head_size: int, dtype: torch.dtype) -> str | None:
+    """Why the attention kernels cannot serve a head size or dtype; None when they can."""
+    if dtype not in MAX_HEAD_SIZE:
+        return f"dtype {dtype}: the attention kernels take float16, bfloat16 and float32"
+    if head_size > MAX_HEAD_SIZE[dtype]:
+        return f"head size {head_size} in {dtype}: tiles of more than {MAX_HEAD_SIZE[dtype]} columns do not fit a GPU"
     return None

@@ -8,8 +8,8 @@ from typing import Any
 
 from frugal.checkpoints.rotation import STATE_BYTES, kept_at_once
 from frugal.config import Config
+from frugal.ops.attention.sdpa import WORKSPACE_BYTES
 from frugal.ops.gated_mlp import TILE_BYTES
-from frugal.ops.head_groups import WORKSPACE_BYTES
 from frugal.ops.linear_cross_entropy import CHUNK_BYTES
 from frugal.planning import host
 from frugal.planning.allocation_sites import Peak, TokenLine

@@ -14,12 +14,11 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from frugal import kernels
 from frugal.device import Device, DtypeChoice, probe, resolve_dtype
 from frugal.manifest import versions
 from frugal.ops import Choice
 from frugal.ops.choice import choices
-from frugal.ops.target import Target, no_tensor_cores, no_triton, target_of
+from frugal.ops.target import COMPILED_FOR, Target, no_tensor_cores, no_triton, target_of
 from frugal.units import gib
 from frugal.verification.judge import Check, Subject
 from frugal.verification.kernel_checks import KERNELS
@@ -97,7 +96,7 @@ def evidence(target: Target, dtype: torch.dtype, checks: list[Check]) -> dict[st
         reason = no_triton(target, dtype)
         if reason is None and name == "attention":
             reason = no_tensor_cores(target)
-        compiled = kernels.COMPILED_FOR if name != "attention" else kernels.COMPILED_FOR[1:]
+        compiled = COMPILED_FOR if name != "attention" else COMPILED_FOR[1:]
         if name in ran:
             found[name] = "run on this GPU: right" if ran[name] else "run on this GPU: WRONG"
         elif reason is None and target.label in compiled:

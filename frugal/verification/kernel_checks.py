@@ -35,12 +35,13 @@ def kernel_checks(subject: Subject) -> Iterator[Measurement]:
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module(f"frugal.kernels.{name}")
+    """The Triton form in a folder of `frugal.ops`; importing it needs Triton."""
+    return importlib.import_module(f"frugal.ops.{name}")
 
 
 def _nf4(random: Callable[..., Tensor]) -> float:
     """0 when the dequantised values have the bits of the torch form (which has bitsandbytes'), else infinite."""
-    kernel = _module("nf4")
+    kernel = _module("weights.triton")
     weight = random(96, 320)
     for double in (True, False):
         stored = quantize_nf4(weight, double)
@@ -53,7 +54,7 @@ def _nf4(random: Callable[..., Tensor]) -> float:
 
 
 def _rms_norm(random: Callable[..., Tensor]) -> Results:
-    kernel = _module("rms_norm")
+    kernel = _module("rms_norm.triton")
     x, w, dy = random(37, 256), random(256), random(37, 256)
 
     def reference(to: torch.dtype) -> list[Tensor]:
@@ -75,12 +76,12 @@ def _rope(random: Callable[..., Tensor]) -> Results:
         return rope_reference(x.to(to), wide_cos, wide_sin)
 
     exact, naive = ([reference(t, to) for t in (q, k)] for to in (torch.float64, q.dtype))
-    _module("rope").rope_(q, k, cos, sin)
+    _module("rope.triton").rope_(q, k, cos, sin)
     return [q, k], exact, naive
 
 
 def _gated(random: Callable[..., Tensor]) -> Results:
-    kernel = _module("gated")
+    kernel = _module("gated_mlp.triton")
     gate, up, d = random(33, 200), random(33, 200), random(33, 200)
 
     def reference(to: torch.dtype) -> list[Tensor]:
@@ -112,8 +113,8 @@ def _cross_entropy_of(logits: Tensor, once: bool) -> Results:
 
     exact, naive = reference(torch.float64), reference(logits.dtype)
     if once:
-        loss, factor = _module("cross_entropy_once").cross_entropy_once_(logits, labels)
+        loss, factor = _module("linear_cross_entropy.triton_once").cross_entropy_once_(logits, labels)
         logits = (factor[:, None] * logits).to(logits.dtype)
     else:
-        loss = _module("cross_entropy").cross_entropy_(logits, labels)
+        loss = _module("linear_cross_entropy.triton").cross_entropy_(logits, labels)
     return [loss, logits], exact, [naive[0].float(), naive[1]]

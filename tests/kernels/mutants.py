@@ -3,7 +3,7 @@
 
     python tests/kernels/mutants.py [--only WORD]
 
-A fault is a replacement of text in a copy of one file of frugal/kernels; the file's tests run against the copy in a
+A fault is a replacement of text in a copy of one kernel's file in frugal/ops; the file's tests run against the copy in a
 forked process. Exits with 1 if a fault survives, if its text is not there any more, or if the tests fail without one.
 """
 
@@ -25,9 +25,15 @@ os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 from tests.kernels.attention_mutants import ATTENTION_MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
+FILES = {
+    "nf4": "weights/triton.py", "rms_norm": "rms_norm/triton.py", "rope": "rope/triton.py",
+    "gated": "gated_mlp/triton.py", "cross_entropy": "linear_cross_entropy/triton.py",
+    "cross_entropy_once": "linear_cross_entropy/triton_once.py", "adam8bit": "adam8bit/triton.py",
+    "attention": "attention/triton.py", "attention_backward": "attention/triton_backward.py",
+}  # fmt: skip
 SECONDS = 240  # of CPU time for one fault: a kernel that never ends is caught too, a busy machine catches nothing
 
-# (file of frugal/kernels, its tests, what is wrong, text, replacement)
+# (kernel, its tests, what is wrong, text, replacement)
 MUTANTS: list[tuple[str, str, str, str, str]] = [
     ("nf4", "nf4", "nibbles swapped", "tl.join(tl.load(CODE + (codes >> 4)), tl.load(CODE + (codes & 15)))\n    values",
      "tl.join(tl.load(CODE + (codes & 15)), tl.load(CODE + (codes >> 4)))\n    values"),
@@ -138,14 +144,14 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
 
 
 def overlay(folder: Path) -> None:
-    """The repository by links, with frugal/kernels as a copy."""
+    """The repository by links, with frugal/ops as a copy."""
     (folder / "frugal").mkdir()
     for entry in (ROOT / "frugal").iterdir():
-        if entry.name != "kernels":
+        if entry.name != "ops":
             (folder / "frugal" / entry.name).symlink_to(entry)
     for name in ("tests", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
-    shutil.copytree(ROOT / "frugal" / "kernels", folder / "frugal" / "kernels")
+    shutil.copytree(ROOT / "frugal" / "ops", folder / "frugal" / "ops")
 
 
 def passes(folder: Path, tests: str, file: str) -> bool:
@@ -194,7 +200,7 @@ def main() -> int:
                 print(f"{file}: test_{tests}.py fails without a fault")
                 return 1
         for number, (file, tests, what, text, replacement) in enumerate(chosen, 1):
-            path = folder / "frugal" / "kernels" / f"{file}.py"
+            path = folder / "frugal" / "ops" / FILES[file]
             source = path.read_text(encoding="utf-8")
             began = time.perf_counter()
             if source.count(text) == 0:

@@ -77,7 +77,7 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name == "triton" else find(name, package)
 sys.meta_path.insert(0, Hidden())
 assert "triton" not in sys.modules
-import frugal.kernels, frugal.ops
+import frugal.ops
 from frugal.ops.registry import choose
 from frugal.ops.target import Target
 choice = choose("rms_norm", Target("cuda", (8, 6)), torch.bfloat16)

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from frugal.ops import attention, attention_reference, choose
+from frugal.ops.attention import blockwise
 
 FORMS = ["cpu_flash", "sdpa", "blockwise"]
 
@@ -52,7 +53,7 @@ def test_equals_masked_definition(form, window, softcap, offsets):
 def test_more_than_one_block(form, window, softcap, monkeypatch):
     if not _supported(form, window, softcap):
         pytest.skip("the table refuses this row")
-    monkeypatch.setattr("frugal.ops.blockwise.CPU_BLOCK", 48)
+    monkeypatch.setattr(blockwise, "CPU_BLOCK", 48)
     qkv = _qkv(batch=2, tokens=401, size=8)
     kw = {"window": window, "softcap": softcap, "cu_seqlens": (0, 150, 401, 802)}
     got = _grads(attention, qkv, _upstream(qkv[0]), implementation=form, **kw)

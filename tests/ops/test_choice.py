@@ -13,9 +13,9 @@ from torch import Tensor
 from frugal.errors import UnsupportedError
 from frugal.ops import attention, attention_reference, choose
 from frugal.ops import attention_choice as rules
+from frugal.ops.attention.sdpa import grouped_as_batch, takes_flash
 from frugal.ops.choice import check_attention, choices
 from frugal.ops.registry import ROWS
-from frugal.ops.sdpa import grouped_as_batch, takes_flash
 from frugal.ops.target import Target, no_triton, target_of
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -183,7 +183,7 @@ def stand_in(
 
 @pytest.mark.parametrize("facts", [{}, {"window": 5}, {"softcap": 2.0}, {"causal": False}])
 def test_what_flash_attn_is_called_with(facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("frugal.ops.flash_varlen"), "load", lambda: (stand_in, ""))
+    monkeypatch.setattr(importlib.import_module("frugal.ops.attention.flash_attn"), "load", lambda: (stand_in, ""))
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 11, 8, generator=generator, dtype=torch.float64) for h in (4, 2, 2))
     offsets = (0, 4, 11, 12, 22)

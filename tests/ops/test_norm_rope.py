@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from frugal.ops.norm import rms_norm, rms_norm_reference
+from frugal.ops.rms_norm import rms_norm, rms_norm_reference
 from frugal.ops.rope import rope, rope_joint, rope_pair, rope_reference
 
 F64 = torch.float64
@@ -30,7 +30,7 @@ def _close(got, want, tol=1e-10):
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_rms_norm(shape, weighted, offset, monkeypatch):
-    monkeypatch.setattr("frugal.ops.norm.BLOCK_BYTES", 64)
+    monkeypatch.setattr(sys.modules["frugal.ops.rms_norm"], "BLOCK_BYTES", 64)
     x = torch.randn(shape, dtype=F64).requires_grad_()
     w = torch.randn(shape[-1], dtype=F64).requires_grad_() if weighted else None
     got = _grads(lambda x, w: rms_norm(x, w, 1e-5, offset=offset), [x, w])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from frugal.ops import Projection, attention, gated_mlp, linear_cross_entropy, lora_linear, registry, rms_norm
-from frugal.ops.norm import _RmsNorm
 from frugal.ops.registry import ROWS, Implementation, implements, recording, resolve
+from frugal.ops.rms_norm import _RmsNorm
 from frugal.ops.simulated import SimulatedDevice, simulating
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 
 import pytest
@@ -10,8 +11,18 @@ from torch import Tensor
 
 from frugal.memory.meter import LiveBytesMeter
 from frugal.ops import attention, attention_reference, choose, registry
-from frugal.ops.head_groups import WORKSPACE_BYTES, head_ranges, key_heads_at_once
-from frugal.ops.sdpa import CPU, EFFICIENT, FLASH, Kernel, _Sdpa, kernel_for, sdpa
+from frugal.ops.attention.sdpa import (
+    CPU,
+    EFFICIENT,
+    FLASH,
+    WORKSPACE_BYTES,
+    Kernel,
+    _Sdpa,
+    head_ranges,
+    kernel_for,
+    key_heads_at_once,
+    sdpa,
+)
 from frugal.ops.simulated import SimulatedDevice, simulating
 from frugal.ops.target import Target
 
@@ -39,7 +50,7 @@ def test_few_heads_at_a_time_give_the_same_bits(
     dtype: torch.dtype, pieces: list[tuple[int, int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = with_gradients(qkv(dtype), pieces, CPU)
-    monkeypatch.setattr("frugal.ops.head_groups.WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(sys.modules["frugal.ops.attention.sdpa"], "WORKSPACE_BYTES", 1)
     calls: list[int] = []
 
     def counted(d_out: Tensor, q: Tensor, k: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +83,7 @@ def test_what_the_kernels_of_a_gpu_are_called_with(
     kernel: Kernel, pieces: list[tuple[int, int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's own rules of shapes for its CUDA kernels, which hold for tensors without memory as well."""
-    monkeypatch.setattr("frugal.ops.head_groups.WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(sys.modules["frugal.ops.attention.sdpa"], "WORKSPACE_BYTES", 1)
     leaves = qkv(torch.float16, device="meta")
     out, *grads = with_gradients(leaves, pieces, kernel)
     assert out.shape == leaves[0].shape

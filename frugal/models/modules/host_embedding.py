@@ -19,7 +19,7 @@ from frugal.config import LoraSection
 from frugal.decision import Decision
 from frugal.errors import ConfigError
 from frugal.model_structure import inside, table_names
-from frugal.ops.fake import is_fake
+from frugal.ops.simulated import is_fake
 
 STAGE_BYTES = 16 << 20
 """Of one of the two pinned buffers."""

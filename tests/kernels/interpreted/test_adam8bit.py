@@ -8,7 +8,7 @@ import torch
 from bitsandbytes.functional import create_dynamic_map
 from torch import Tensor
 
-from frugal.kernels.adam8bit import adam8bit_
+from frugal.ops.adam8bit.triton import adam8bit_
 from tests.kernels.support import checked
 
 MAPS = create_dynamic_map(signed=True), create_dynamic_map(signed=False)

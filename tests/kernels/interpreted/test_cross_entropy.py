@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from frugal.kernels.cross_entropy import cross_entropy_, prepare_cross_entropy
-from frugal.kernels.cross_entropy_once import cross_entropy_once_, levels_shape, pays, prepare_cross_entropy_once
-from frugal.kernels.launch import Launch
-from frugal.kernels.tiles import tile
+from frugal.ops.launch import Launch, tile
+from frugal.ops.linear_cross_entropy.triton import cross_entropy_, prepare_cross_entropy
+from frugal.ops.linear_cross_entropy.triton_once import (
+    cross_entropy_once_,
+    levels_shape,
+    pays,
+    prepare_cross_entropy_once,
+)
 from tests.kernels.support import checked, close_to_exact
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -30,7 +30,8 @@ def test_right_kernels_pass(dtype: torch.dtype) -> None:
 
 
 def test_the_check_of_the_adam_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from frugal.kernels import adam8bit
+    from frugal.ops import registry
+    from frugal.ops.adam8bit.triton import adam8bit_
     from frugal.verification.operations import adam_error
 
     def error() -> float:
@@ -39,15 +40,17 @@ def test_the_check_of_the_adam_step(monkeypatch: pytest.MonkeyPatch) -> None:
             return adam_error(lambda *shape: torch.randn(*shape, generator=generator), "triton")
 
     assert error() < 0.7
-    true_step = adam8bit.adam8bit_
-    monkeypatch.setattr(adam8bit, "adam8bit_", lambda *tensors, **o: true_step(*tensors, **{**o, "step": 1}))
-    assert error() > 1
-    monkeypatch.setattr(adam8bit, "adam8bit_", lambda *tensors, **o: true_step(*tensors, **{**o, "weight_decay": 0.0}))
-    assert error() > 1
+    for wrong in ({"step": 1}, {"weight_decay": 0.0}):
+        monkeypatch.setattr(registry, "_RESOLVED", {})
+        form = lambda *tensors, wrong=wrong, **o: adam8bit_(*tensors, **{**o, **wrong})  # noqa: E731
+        monkeypatch.setitem(registry._FORMS, ("adam8bit", "triton"), form)
+        assert error() > 1
 
 
 def test_wrong_kernels_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    from frugal.kernels import gated, rope
+    from frugal.ops.gated_mlp import triton as gated
+    from frugal.ops.linear_cross_entropy import triton as cross_entropy
+    from frugal.ops.rope import triton as rope
 
     true_gated, true_rope = gated.gated, rope.rope_
     monkeypatch.setattr(gated, "gated", lambda g, u, out: true_gated(g, u, out).mul_(1.01))
@@ -55,8 +58,6 @@ def test_wrong_kernels_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fails(*args: object, **options: object) -> None:
         raise RuntimeError("no kernel image is available")
-
-    from frugal.kernels import cross_entropy
 
     monkeypatch.setattr(cross_entropy, "cross_entropy_", fails)
     found = run(torch.float32)

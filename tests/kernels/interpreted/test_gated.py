@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from frugal.kernels.gated import Activation, gated, gated_backward_
+from frugal.ops.gated_mlp.triton import Activation, gated, gated_backward_
 from tests.kernels.support import checked, close_to_exact
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

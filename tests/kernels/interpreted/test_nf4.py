@@ -9,7 +9,7 @@ from torch import Tensor
 
 from frugal.codecs.nf4 import NF4Tensors, dequantize_nf4, quantize_nf4
 from frugal.codecs.nf4_codes import nested_code, nf4_code
-from frugal.kernels.nf4 import Nf4Parts, dequantize, prepare_dequantize_lora
+from frugal.ops.weights.triton import Nf4Parts, dequantize, prepare_dequantize_lora
 from tests.kernels.support import KernelFault, bits_equal, checked, close_to_exact
 
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ from frugal.codecs.nf4 import quantize_nf4
 from frugal.ops import adam8bit, projection, registry, weights
 from frugal.ops.adam8bit import adam8bit_
 from frugal.ops.gated_mlp import gated_mlp, gated_mlp_reference
-from frugal.ops.kernel_forms import nf4_rows, nf4_rows_with_update
-from frugal.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from frugal.ops.norm import rms_norm, rms_norm_reference
+from frugal.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference, triton_once
 from frugal.ops.projection import LoraMatmul, Projection
+from frugal.ops.rms_norm import rms_norm, rms_norm_reference
 from frugal.ops.rope import rope_joint, rope_pair, rope_reference
+from frugal.ops.weights.triton import nf4_rows, nf4_rows_with_update
 from frugal.training.optim8bit import AdamW8bit
 from tests.kernels.support import bits_equal, checked
 
@@ -99,7 +99,7 @@ def test_linear_cross_entropy(options: dict[str, Any], storage: str, dtype: torc
 def test_linear_cross_entropy_reads_long_rows_once(
     options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frugal.kernels.cross_entropy_once.pays", lambda vocab, dtype, device: True)
+    monkeypatch.setattr(triton_once, "pays", lambda vocab, dtype, device: True)
     hidden, weight = leaves((9, 64), (130, 64), dtype=dtype)
     weight = weight.detach() / 4
     labels = torch.tensor([1, 129, -100, 5, 0, 7, -100, 64, 3])
@@ -213,7 +213,7 @@ def test_a_projection_that_adds_its_update_takes_the_fused_kernel(monkeypatch: p
     nf4 = quantize_nf4(torch.randn(90, 64))
     a, b, x = torch.randn(8, 64), torch.randn(90, 8), torch.randn(200, 64)
     for module in (projection, weights):
-        monkeypatch.setattr(module, "resolve", lambda op, x, **facts: (registry._FORMS[op, "triton"], None))
+        monkeypatch.setattr(module, "resolve", lambda op, x, **facts: (registry._form(op, "triton", fake=False), None))
     with checked() as report:
         run = LoraMatmul(Projection(nf4, None, (a, b, 0.25)), torch.float32, torch.device("cpu"), 200)
         got = run.forward(x, torch.empty(200, 90))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from frugal.kernels.launch import Launch
-from frugal.kernels.rms_norm import prepare_rms_norm, rms_norm, rms_norm_backward
+from frugal.ops.launch import Launch
+from frugal.ops.rms_norm.triton import prepare_rms_norm, rms_norm, rms_norm_backward
 from tests.kernels.support import checked, close_to_exact
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

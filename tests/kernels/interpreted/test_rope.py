@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from frugal.kernels.rope import rope_
+from frugal.ops.rope.triton import rope_
 from tests.kernels.support import checked, close_to_exact
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from frugal.kernels.launch import Launch, cdiv
-from frugal.kernels.tiles import tile
+from frugal.codecs.nf4 import NF4Tensors
+from frugal.codecs.nf4_codes import nested_code, nf4_code
+from frugal.ops.launch import Launch, cdiv, tile
+from frugal.ops.registry import implements
 
 BLOCK = 64  # elements that share a scale
 NESTED_BLOCK = 256  # scales that share a scale
@@ -161,3 +163,28 @@ def dequantize_lora(parts: Nf4Parts, a: Tensor, b: Tensor, scale: float, first_r
     """Run `prepare_dequantize_lora`; returns ``out``."""
     prepare_dequantize_lora(parts, a, b, scale, first_row, out).run()
     return out
+
+
+@implements("nf4_rows", "triton")
+def nf4_rows(weight: NF4Tensors, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """Rows ``start`` to ``stop`` of an NF4 matrix in one launch (bitsandbytes takes three to five)."""
+    columns = weight.shape[1]
+    first, last = start * columns, min(stop, weight.shape[0]) * columns
+    aligned = first // BLOCK * BLOCK
+    flat = dequantize(_parts(weight), aligned, last, dtype)
+    return flat[first - aligned :].view(-1, columns)
+
+
+@implements("nf4_rows_with_update", "triton")
+def nf4_rows_with_update(
+    weight: NF4Tensors, start: int, stop: int, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """Rows ``start`` to ``stop`` of W + scale * B A in one pass; columns must be a multiple of 64."""
+    out = torch.empty(min(stop, weight.shape[0]) - start, weight.shape[1], dtype=dtype, device=weight.packed.device)
+    return dequantize_lora(_parts(weight), a, b, scale, start, out)
+
+
+def _parts(weight: NF4Tensors) -> Nf4Parts:
+    device = weight.packed.device
+    nested = None if weight.nested_absmax is None else nested_code(device)
+    return Nf4Parts(weight.packed, weight.absmax, weight.nested_absmax, weight.offset, nf4_code(device), nested)

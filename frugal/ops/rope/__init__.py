@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from frugal.ops.kernel_forms import kernels
 from frugal.ops.registry import implements, resolve
 from frugal.ops.simulated import sampled
 
@@ -106,12 +105,6 @@ def _turn_(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
 
 TurnPair: TypeAlias = Callable[[Tensor, Tensor | None, Tensor, Tensor, bool], None]
 """Rotates q and k in place; backward with True."""
-
-
-@implements("rope", "triton")
-def _turn_pair_by_kernel_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, back: bool) -> None:
-    kernels("rope").rope_(q, k, cos, sin, backward=back)
-    torch.autograd.graph.increment_version([t for t in (q, k) if t is not None])
 
 
 @implements("rope", "torch")

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from frugal.codecs.nf4 import NF4Tensors
-from frugal.ops import kernel_forms  # noqa: F401  (registers the kernel's rows)
 from frugal.ops.registry import implements, resolve
 from frugal.ops.simulated import sampled
 

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from frugal.ops.cross_entropy_chunk import Chunk, Grads, Options, Parts, ranges
-from frugal.ops.fake import is_fake
-from frugal.ops.simulated import sampled, simulated_targets
+from frugal.ops.linear_cross_entropy.chunk import Chunk, Grads, Options, Parts, ranges
+from frugal.ops.simulated import is_fake, sampled, simulated_targets
 from frugal.ops.weights import Weight, row_blocks
 
 IGNORE_INDEX = -100

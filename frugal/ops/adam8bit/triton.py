@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from frugal.kernels.launch import Launch, cdiv
-from frugal.kernels.tiles import tile
+from frugal.ops.launch import Launch, cdiv, tile
+from frugal.ops.registry import implements
 
 BLOCK = 256  # elements that share a scale
 
@@ -110,6 +110,7 @@ def prepare_adam8bit(
     )  # fmt: skip
 
 
+@implements("adam8bit", "triton")
 def adam8bit_(
     param: Tensor,
     grad: Tensor,

@@ -1,7 +1,7 @@
 """Cross-entropy of rows of logits that exceed the registers, each read once: the gradient comes with a factor a row.
 
 The gradient of a row is f * (e - total * [column is the label]) with e = exp(z - level), total = sum(e) and
-f = weight / total. `frugal.kernels.cross_entropy` needs ``total`` before it can write, so it reads a long row twice.
+f = weight / total. The kernel of `triton.py` needs ``total`` before it can write, so it reads a long row twice.
 Here e is written while it is summed, and f is handed to the caller, who multiplies the product with the head by it: the
 factor of a row of logits is the factor of a row of the product.
 
@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from frugal.kernels.cross_entropy import cap, zero_row
-from frugal.kernels.launch import Launch, cdiv
-from frugal.kernels.tiles import tile
+from frugal.ops.launch import Launch, cdiv, tile
+from frugal.ops.linear_cross_entropy.triton import cap, zero_row
 
 # Largest excess over the level, and largest total, that a row may have as it is written.
 _ROOM = {torch.float16: 4.0, torch.bfloat16: 40.0, torch.float32: 40.0}
@@ -156,5 +155,5 @@ def cross_entropy_once_(
 
 
 def pays(vocab: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a row of ``vocab`` logits would be read twice by `frugal.kernels.cross_entropy`."""
+    """Whether a row of ``vocab`` logits would be read twice by `frugal.ops.linear_cross_entropy.triton`."""
     return vocab > tile("cross_entropy", dtype, device)["ONE_READ"]

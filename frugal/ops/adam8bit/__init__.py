@@ -7,13 +7,10 @@ its C++ and torch code on CPUs. State written by one is read by the other.
 
 from __future__ import annotations
 
-from typing import Any
-
 import bitsandbytes  # noqa: F401  (registers torch.ops.bitsandbytes)
 import torch
 from torch import Tensor
 
-from frugal.ops.kernel_forms import kernels
 from frugal.ops.registry import implements, resolve
 
 
@@ -46,11 +43,6 @@ def adam8bit_(
         param, grad, state1, state2, absmax1, absmax2, map1, map2,
         lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step,
     )  # fmt: skip
-
-
-@implements("adam8bit", "triton")
-def _by_kernel(*tensors: Tensor, **settings: Any) -> None:
-    kernels("adam8bit").adam8bit_(*tensors, **settings)
 
 
 @implements("adam8bit", "bitsandbytes")

@@ -1,11 +1,11 @@
 """torch's scaled_dot_product_attention, document by document, held to the kernels that build no [S, S] scores.
 
 On CUDA two qualify: flash (compute capability 8.0 and later, 16 bits) and memory-efficient (all). They are called as
-the operations behind torch's function, so that backward can give them a few key heads at a time
-(`frugal.ops.head_groups`) and put gradients of documents and heads where they belong instead of adding padded ones. The
-memory-efficient kernel does not know grouped queries: asked with ``enable_gqa`` torch would silently take the
-mathematical form with all scores. So groups are given to it as a batch, keys and values with a stride of 0: views,
-nothing is copied forward. Elsewhere (no CUDA, no CPU) torch's function chooses.
+the operations behind torch's function, so that backward can give them a few key heads at a time and put gradients of
+documents and heads where they belong instead of adding padded ones. The memory-efficient kernel does not know grouped
+queries: asked with ``enable_gqa`` torch would silently take the mathematical form with all scores. So groups are given
+to it as a batch, keys and values with a stride of 0: views, nothing is copied forward. Elsewhere (no CUDA, no CPU)
+torch's function chooses.
 """
 
 from __future__ import annotations
@@ -19,11 +19,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from frugal.ops.head_groups import head_ranges, key_heads_at_once
 from frugal.ops.target import Target, target_of
 
 Segment = tuple[int, int, int, int]
 _ATEN = torch.ops.aten
+# Outside of its result a vendor's kernel holds in backward, for every query head it is given, dQ in fp32 and its own dK
+# and dV (torch's flash and memory-efficient kernels do, whatever the number of key heads), and here copies of the
+# group's output and gradient: about 12 bytes for every element of q in 16 bits. Heads do not depend on each other, so
+# calls with a few at a time give the same numbers, bit for bit, out of a workspace that stays small.
+WORKSPACE_BYTES = 64 * 2**20  # of one call: at 4,096 tokens still 8 query heads of 128, enough to fill a GPU
+
+
+def key_heads_at_once(rows: int, tokens: int, groups: int, size: int, itemsize: int, kv_heads: int) -> int:
+    """Key heads of one call, each with ``groups`` query heads; at least one, and calls are evened out."""
+    each = rows * tokens * groups * size * (4 + 4 * itemsize)
+    most = max(1, min(kv_heads, WORKSPACE_BYTES // max(1, each)))
+    calls = -(kv_heads // -most)
+    return -(kv_heads // -calls)
+
+
+def head_ranges(kv_heads: int, at_once: int) -> list[tuple[int, int]]:
+    """Ranges of key heads, one a call."""
+    return [(lo, min(lo + at_once, kv_heads)) for lo in range(0, kv_heads, at_once)]
 
 
 def takes_flash(target: Target, dtype: torch.dtype, head_size: int) -> bool:

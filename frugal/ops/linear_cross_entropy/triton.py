@@ -8,8 +8,8 @@ and rows labelled ``ignore_index`` lose nothing and get zero gradients. Computed
 
 The gradient needs the row's log-sum-exp before its first element can be written, so a row is read twice, unless it fits
 the registers (32768 16-bit columns) and is read once. The second walk runs backwards: what was read last is still in
-the caches. One row a program and no meeting of programs: deterministic. `frugal.kernels.cross_entropy_once` reads a
-long row once where the caller can take its gradient divided by a factor.
+the caches. One row a program and no meeting of programs: deterministic. `triton_once` beside this file reads
+a long row once where the caller can take its gradient divided by a factor.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from frugal.kernels.launch import Launch, cdiv, next_power_of_2
-from frugal.kernels.tiles import tile
+from frugal.ops.launch import Launch, cdiv, next_power_of_2, tile
 
 
 @triton.jit

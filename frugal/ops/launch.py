@@ -7,6 +7,7 @@ GPUs that are not here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.runtime.jit import mangle_type
+
+from frugal.ops.tile_table import TILES
 
 ALIGNMENT = 16  # Triton compiles another variant where a pointer or an integer is a multiple of 16
 
@@ -80,3 +83,28 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least ``n``."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def tile(kernel: str, dtype: torch.dtype, device: torch.device, target: str | None = None) -> dict[str, int]:
+    """The tile of ``kernel`` (its constants, num_warps, ...) for elements of ``dtype``: nothing is tuned in a run.
+
+    `TILES` is written by `benchmarks/kernels_sweep.py` and `attention_sweep.py`, which compile candidates for every
+    target and keep those without spills and within the card's shared memory. A target's own entry wins over "default".
+    ``target`` is "sm_86" or the like; unset, that of ``device`` ("default" for devices that are not CUDA). A kernel
+    that no row names is an error of the program: ``KeyError``.
+    """
+    key = f"{kernel}/{8 * dtype.itemsize}"
+    rows = TILES[key]
+    if target is None:
+        target = _target_of(device)
+    return dict(rows.get(target, rows["default"]))
+
+
+def _target_of(device: torch.device) -> str:
+    return "default" if device.type != "cuda" or torch.version.hip is not None else _cuda_target(device.index or 0)
+
+
+@functools.cache
+def _cuda_target(index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"

@@ -8,6 +8,7 @@ forward is skipped altogether (`frugal.ops.recompute`), so every product is comp
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +18,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from frugal.ops import recompute
-from frugal.ops.kernel_forms import kernels
 from frugal.ops.projection import (
     N_TENSORS,
     LoraMatmul,
@@ -35,6 +35,11 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 TILE_BYTES = 128 * 2**20
 CPU_TILE_BYTES = 32 * 2**20
 MIN_TILE_TOKENS = 64
+
+
+def _kernels() -> Any:
+    """The Triton form's module, imported where that row was chosen."""
+    return importlib.import_module("frugal.ops.gated_mlp.triton")
 
 
 def _activate(g: Tensor, activation: Activation) -> Tensor:
@@ -86,7 +91,7 @@ class _GatedMlp(torch.autograd.Function):
             hi = min(lo + tile, tokens)
             gu = _gate_and_up(x[lo:hi], runs[:-1], buffer[: hi - lo])
             g, u = gu[:, : down.in_features], gu[:, down.in_features :]
-            h = kernels("gated").gated(g, u, u, activation) if fused else _activate(g, activation).mul_(u)
+            h = _kernels().gated(g, u, u, activation) if fused else _activate(g, activation).mul_(u)
             runs[-1].forward(h, y[lo:hi])
         return y
 
@@ -116,13 +121,13 @@ class _GatedMlp(torch.autograd.Function):
             if not ctx.fused:
                 a = _activate(g, ctx.activation)
             if grads[-1].wants_input:
-                h = kernels("gated").gated(g, u, h, ctx.activation) if ctx.fused else torch.mul(a, u, out=h)
+                h = _kernels().gated(g, u, h, ctx.activation) if ctx.fused else torch.mul(a, u, out=h)
             runs[-1].own_grads(h if grads[-1].wants_input else None, dy[lo:hi], grads[-1])
             if not below:
                 continue
             dh = runs[-1].input_grad(dy[lo:hi], h, True)
             if ctx.fused:
-                kernels("gated").gated_backward_(dh, g, u, ctx.activation)
+                _kernels().gated_backward_(dh, g, u, ctx.activation)
             else:
                 a.mul_(dh)  # the gradient of up's output
                 _activation_grad_(dh.mul_(u), g, ctx.activation)

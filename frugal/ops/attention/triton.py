@@ -1,4 +1,4 @@
-"""Attention over packed documents: forward. Backward is in `frugal.kernels.attention_backward`.
+"""Attention over packed documents: forward. Backward is in `frugal.ops.attention.triton_backward`.
 
 FlashAttention-2's online softmax (Dao 2023, algorithm 1), one program for a tile of queries of one document and one
 head. A table of tiles, made on the host from the documents' lengths, is the launch grid: no program is wasted on a pair
@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from frugal.kernels import attention_size_refusal
-from frugal.kernels.launch import Launch, next_power_of_2
-from frugal.kernels.tiles import tile
+from frugal.ops.launch import Launch, next_power_of_2, tile
+from frugal.ops.target import attention_size_refusal
 
 Segment = tuple[int, int, int, int]  # rows from..to (exclusive), tokens from..to (exclusive): one document a row
 

@@ -7,16 +7,22 @@ buffer; in tiles it computes the logits again.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from frugal.ops.kernel_forms import kernels
 from frugal.ops.registry import implements, resolve
 from frugal.ops.weights import Weight, matmul_add_, matmul_t, rows
 
 LOG2E = 1.4426950408889634  # exp2 is fast for every argument on CPUs; exp takes 20 times longer near underflow
+
+
+def _kernels(module: str) -> Any:
+    """A module of the Triton form, imported where that row was chosen."""
+    return importlib.import_module(f"frugal.ops.linear_cross_entropy.{module}")
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Chunk:
         """`run` by the Triton kernel."""
         o = self.options
         logits = matmul_t(h, self.parts.weight, buffer)
-        once = kernels("cross_entropy_once")
+        once = _kernels("triton_once")
         plain = o.label_smoothing == 0.0 and o.z_loss == 0.0 and self.grads.hidden is not None
         if plain and once.pays(logits.shape[1], logits.dtype, logits.device):
             # One walk over a long row: its gradient comes divided by a factor, which the product is multiplied with.
@@ -83,7 +89,7 @@ class Chunk:
             )
             product = matmul_add_(torch.zeros_like(h), logits, self.parts.weight)
             return losses, factor[:, None] * product, None
-        loss: Tensor = kernels("cross_entropy").cross_entropy_(
+        loss: Tensor = _kernels("triton").cross_entropy_(
             logits, y, scale=o.logit_scale, softcap=o.softcap, ignore_index=o.ignore_index,
             label_smoothing=o.label_smoothing, z_loss=o.z_loss, token_weights=w, gradient=self.grads.wanted,
         )  # fmt: skip

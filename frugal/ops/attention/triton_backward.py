@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from frugal.kernels.attention import (
+from frugal.ops.attention.triton import (
     Segment,
     cap_scores,
     check_operands,
@@ -28,7 +28,7 @@ from frugal.kernels.attention import (
     tile_list,
     tile_of,
 )
-from frugal.kernels.launch import Launch
+from frugal.ops.launch import Launch
 
 
 @triton.jit

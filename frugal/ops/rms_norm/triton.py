@@ -8,14 +8,17 @@ fixed order (partial sums by program), no atomics.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from frugal.kernels import MAX_NORM_COLUMNS
-from frugal.kernels.launch import Launch, cdiv, next_power_of_2
-from frugal.kernels.tiles import tile
+from frugal.ops.launch import Launch, cdiv, next_power_of_2, tile
+from frugal.ops.registry import implements
+from frugal.ops.target import MAX_NORM_COLUMNS
 
 _PROGRAMS = 512  # about what fills a GPU: fewer rows a program below that
 _PARTIAL_SUMS = 256  # rows of partial sums of the weight's gradient, which are written and read again
@@ -140,3 +143,30 @@ def rms_norm_backward(
     launch, partial = prepare_rms_norm_backward(dy, x, weight, eps, offset, dx, weight_grad and weight is not None)
     launch.run()
     return dx, None if partial is None else partial.sum(0)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """RMSNorm of x [rows, columns]; keeps x alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.offset = eps, offset
+        return rms_norm(x, weight, eps, offset)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = outputs
+        x, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1] and weight is not None
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        dx, dw = rms_norm_backward(dy, x, weight, ctx.eps, ctx.offset, weight_grad=wanted)
+        return dx, dw if dw is None else dw.to(weight.dtype), None, None
+
+
+@implements("rms_norm", "triton")
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    y: Tensor = _RmsNorm.apply(x, weight, eps, offset)
+    return y

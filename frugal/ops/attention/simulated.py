@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from frugal.ops.head_groups import head_ranges, key_heads_at_once
+from frugal.ops.attention.sdpa import head_ranges, key_heads_at_once
 from frugal.ops.simulated import sampled
 
 
@@ -53,7 +53,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _one_call(q: Tensor, k: Tensor) -> None:
-    """What torch's flash kernel and its caller allocate in backward for some key heads (`frugal.ops.sdpa`)."""
+    """What torch's flash kernel and its caller allocate in backward for some key heads."""
     parts = [torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)]
     copies = [q.new_empty(q.shape) for _ in range(2)]  # out and its gradient, token by token
     accumulated = q.new_empty(q.shape, dtype=torch.float32)  # dq over blocks of keys

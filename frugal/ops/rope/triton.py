@@ -6,12 +6,13 @@ rotation) is not touched. Backward is the same with -sin. Cosines and sines are 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from frugal.kernels.launch import Launch, next_power_of_2
-from frugal.kernels.tiles import tile
+from frugal.ops.launch import Launch, next_power_of_2, tile
+from frugal.ops.registry import implements
 
 
 @triton.jit
@@ -85,3 +86,9 @@ def prepare_rope(
 def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, backward: bool = False) -> None:
     """Run `prepare_rope`: ``q`` and ``k`` are rotated in place."""
     prepare_rope(q, k, cos, sin, backward=backward).run()
+
+
+@implements("rope", "triton")
+def _turn_pair_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, back: bool) -> None:
+    rope_(q, k, cos, sin, backward=back)
+    torch.autograd.graph.increment_version([t for t in (q, k) if t is not None])

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from frugal.kernels.launch import Launch, cdiv
-from frugal.kernels.tiles import tile
+from frugal.ops.launch import Launch, cdiv, tile
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 _CODES: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}

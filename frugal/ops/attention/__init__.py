@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from frugal.ops.blockwise import blockwise_backward, blockwise_forward
-from frugal.ops.cpu_flash import cpu_flash_backward, cpu_flash_forward
-from frugal.ops.fake import is_fake
-from frugal.ops.flash_varlen import flash_varlen
+from frugal.ops.attention.blockwise import blockwise_backward, blockwise_forward
+from frugal.ops.attention.cpu_flash import cpu_flash_backward, cpu_flash_forward
+from frugal.ops.attention.flash_attn import flash_varlen
+from frugal.ops.attention.sdpa import sdpa
+from frugal.ops.attention.simulated import simulated_attention
 from frugal.ops.registry import implements, resolve, simulates
-from frugal.ops.sdpa import sdpa
-from frugal.ops.simulated import simulated_device, stands_for_cuda
-from frugal.ops.simulated_attention import simulated_attention
+from frugal.ops.simulated import is_fake, simulated_device, stands_for_cuda
 
 CuSeqlens: TypeAlias = Tensor | Sequence[int]
 Segment: TypeAlias = tuple[int, int, int, int]  # rows from..to (exclusive), tokens from..to (exclusive)
@@ -116,7 +115,7 @@ def _like_rows(t: Tensor) -> Tensor:
 
 def _kernels(module: str) -> Any:
     """Triton is optional: its modules are imported when a row that needs them was chosen."""
-    return importlib.import_module(f"frugal.kernels.{module}")
+    return importlib.import_module(f"frugal.ops.attention.{module}")
 
 
 class _Attention(torch.autograd.Function):
@@ -127,7 +126,7 @@ class _Attention(torch.autograd.Function):
         settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "causal": causal}
         batch, heads, tokens, _ = q.shape
         if form == "triton":
-            out, lse = _kernels("attention").attention_forward(q, k, v, pieces, **settings)
+            out, lse = _kernels("triton").attention_forward(q, k, v, pieces, **settings)
             ctx.save_for_backward(q, k, v, out, lse)
             ctx.pieces, ctx.form, ctx.settings = pieces, form, settings
             return out  # type: ignore[no-any-return]
@@ -152,7 +151,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
         if ctx.form == "triton":
-            backward = _kernels("attention_backward").attention_backward
+            backward = _kernels("triton_backward").attention_backward
             return (*backward(d_out, q, k, v, out, lse, ctx.pieces, **ctx.settings), *[None] * 6)
         run = cpu_flash_backward if ctx.form == "cpu_flash" else blockwise_backward
         if len(ctx.pieces) == 1 and ctx.pieces[0] == (0, q.shape[0], 0, q.shape[2]):

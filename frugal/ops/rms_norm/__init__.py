@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from frugal.ops.kernel_forms import RmsNorm
 from frugal.ops.registry import implements, resolve
 from frugal.ops.simulated import sampled
 
@@ -82,12 +81,6 @@ def rms_norm(
     run, _ = resolve("rms_norm", flat, implementation, columns=flat.shape[1])
     y: Tensor = run(flat, weight, eps, offset)
     return y.view(x.shape)
-
-
-@implements("rms_norm", "triton")
-def _by_kernel(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
-    y: Tensor = RmsNorm.apply(x, weight, eps, offset)
-    return y
 
 
 @implements("rms_norm", "torch")
