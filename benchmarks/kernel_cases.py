@@ -17,8 +17,7 @@ from torch import Tensor
 from frugal.ops.adam8bit.triton import prepare_adam8bit
 from frugal.ops.gated_mlp.triton import Activation, prepare_gated, prepare_gated_backward
 from frugal.ops.launch import Launch
-from frugal.ops.linear_cross_entropy.triton import prepare_cross_entropy
-from frugal.ops.linear_cross_entropy.triton_once import levels_shape, prepare_cross_entropy_once
+from frugal.ops.linear_cross_entropy.triton import levels_shape, prepare_cross_entropy, prepare_cross_entropy_once
 from frugal.ops.rms_norm.triton import prepare_rms_norm, prepare_rms_norm_backward
 from frugal.ops.rope.triton import prepare_rope
 from frugal.ops.weights.triton import Nf4Parts, prepare_dequantize, prepare_dequantize_lora
@@ -184,7 +183,7 @@ CASES: dict[str, Callable[[torch.dtype, Make, str | None], Case]] = {
     "gated_gelu_tanh_backward": gated("gelu_tanh", backward=True),
     "cross_entropy_32000": cross_entropy(32000),
     "cross_entropy_128256": cross_entropy(128256),
-    "cross_entropy_262144_capped": cross_entropy(262144, softcap=30.0, label_smoothing=0.1, z_loss=1e-4),
+    "cross_entropy_262144_capped": cross_entropy(262144, softcap=30.0, label_smoothing=0.1),
     "cross_entropy_once_128256": cross_entropy_once(128256),
     "cross_entropy_once_262144_capped": cross_entropy_once(262144, softcap=30.0),
     "adam8bit": adam,

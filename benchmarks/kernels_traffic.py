@@ -66,7 +66,7 @@ def measure(kernel: str, dtype: str, sample: int = 2) -> Traffic:
         total *= size
     counted = report.bytes * total / sample
     least = case.least_bytes or case.ideal_bytes
-    note = "read twice: only with smoothing or z-loss, else cross_entropy_once" if case.least_bytes else ""
+    note = "read twice: only with label smoothing, else cross_entropy_once" if case.least_bytes else ""
     if case.resident:
         note = "apart: tables" if len(case.resident) < 3 else "apart: A, B, tables"
     return Traffic(

@@ -31,8 +31,8 @@ _SOFTCAPS = ("final_logit_softcapping",)
 def shift_labels(labels: Tensor) -> Tensor:
     """Labels [rows, tokens] in transformers' convention (label t is token t) -> label t is what token t predicts.
 
-    The last position of a row gets -100. In a flat packed row the first token of each document carries -100 already,
-    so no document predicts the next one's first token.
+    The last position of a row gets `IGNORE_INDEX`. In a flat packed row the first token of each document carries it
+    already, so no document predicts the next one's first token.
     """
     shifted = labels.new_full(labels.shape, IGNORE_INDEX)
     shifted[..., :-1] = labels[..., 1:]
@@ -62,12 +62,9 @@ class HeadSpec:
         labels: Tensor,
         *,
         label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        token_weights: Tensor | None = None,
         chunk_tokens: int | None = None,
-        reduction: str = "sum",
     ) -> Tensor:
-        """Loss of hidden states [tokens, hidden_size] and shifted labels [tokens]: fp32 scalar, or [tokens]."""
+        """Sum of the losses of hidden states [tokens, hidden_size] and shifted labels [tokens]: fp32 scalar."""
         weight = whole_weight(self.head, hidden.device)
         # gradients are made in here, backward needs no weight
         with gathered(self.head) if weight is None else contextlib.nullcontext():
@@ -77,26 +74,31 @@ class HeadSpec:
             if any(adapter.dropout for adapter in parts.adapters):
                 lora_input = F.dropout(hidden, parts.adapters[0].dropout)
             return linear_cross_entropy(
-                hidden, parts.weight, labels, bias=parts.bias, ignore_index=IGNORE_INDEX,
-                logit_scale=self.logit_scale, softcap=self.softcap, label_smoothing=label_smoothing, z_loss=z_loss,
-                token_weights=token_weights, lora=lora, lora_input=lora_input, chunk_tokens=chunk_tokens,
-                reduction=reduction,  # type: ignore[arg-type]
+                hidden, parts.weight, labels, bias=parts.bias, logit_scale=self.logit_scale, softcap=self.softcap,
+                label_smoothing=label_smoothing, lora=lora, lora_input=lora_input, chunk_tokens=chunk_tokens,
             )  # fmt: skip
 
-    def loss_sum(self, inputs: Mapping[str, Any], labels: Tensor, **options: Any) -> Tensor:
+    def loss_sum(
+        self,
+        inputs: Mapping[str, Any],
+        labels: Tensor,
+        *,
+        label_smoothing: float = 0.0,
+        chunk_tokens: int | None = None,
+    ) -> Tensor:
         """Sum over supervised tokens for model ``inputs`` and labels [rows, tokens] in transformers' convention.
 
-        ``options`` are those of `loss`. Through stock logits where the head could not be proven (label smoothing and
-        weights then too, but all logits exist).
+        Through stock logits, all of which exist then, where the head could not be proven.
         """
         shifted = shift_labels(labels).flatten()
         if self.exact and not self._refusal():
             hidden = self.hidden_states(inputs)
-            return self.loss(hidden.flatten(0, -2), shifted, **options)
+            return self.loss(hidden.flatten(0, -2), shifted, label_smoothing=label_smoothing, chunk_tokens=chunk_tokens)
         logits = self.model(**inputs, use_cache=False).logits.flatten(0, -2)
-        # The identity as a head: the same options, the same arithmetic, on logits that are there anyway.
-        options.pop("chunk_tokens", None)
-        return _loss_of_logits(logits, shifted, **options)
+        return F.cross_entropy(
+            logits.to(torch.promote_types(logits.dtype, torch.float32)), shifted, ignore_index=IGNORE_INDEX,
+            label_smoothing=label_smoothing, reduction="sum",
+        )  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocab] of hidden states, for proofs and for sampling a few positions. No gradients."""
@@ -128,26 +130,6 @@ class HeadSpec:
         if refusal is not None or isinstance(parts, str):
             raise RuntimeError(f"the head changed after it was proven: {refusal}. Call loss_sum, or split_head again")
         return parts
-
-
-def _loss_of_logits(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    token_weights: Tensor | None = None,
-    reduction: str = "sum",
-) -> Tensor:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing, reduction="none")
-    if z_loss:
-        loss = loss + z_loss * torch.logsumexp(logits, -1).square().where(labels != IGNORE_INDEX, 0.0)
-    if token_weights is not None:
-        loss = loss * token_weights
-    if reduction == "none":
-        return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / (labels != IGNORE_INDEX).sum().clamp(min=1)
 
 
 def split_head(model: Any, *, prove: bool = True) -> HeadSpec:

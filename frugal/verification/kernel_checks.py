@@ -113,7 +113,7 @@ def _cross_entropy_of(logits: Tensor, once: bool) -> Results:
 
     exact, naive = reference(torch.float64), reference(logits.dtype)
     if once:
-        loss, factor = _module("linear_cross_entropy.triton_once").cross_entropy_once_(logits, labels)
+        loss, factor = _module("linear_cross_entropy.triton").cross_entropy_once_(logits, labels)
         logits = (factor[:, None] * logits).to(logits.dtype)
     else:
         loss = _module("linear_cross_entropy.triton").cross_entropy_(logits, labels)

@@ -27,17 +27,15 @@ def _inputs(tokens=7, hidden=10, vocab=17, dtype=torch.float64, seed=0, rank=3):
         "bias": make(vocab),
         "a": make(rank, hidden),
         "b": make(vocab, rank) * 0.3,
-        "token_weights": torch.rand(tokens, generator=g, dtype=torch.float64).to(dtype),
     }
 
 
-def _run(fn, x, leaves, *, use_bias=False, use_lora=False, use_weights=False, upstream=None, **options):
+def _run(fn, x, leaves, *, use_bias=False, use_lora=False, upstream=None, **options):
     t = {n: v.clone().requires_grad_(n in leaves) if v.is_floating_point() else v for n, v in x.items()}
     loss = fn(
         t["hidden"], t["weight"], t["labels"],
         bias=t["bias"] if use_bias else None,
         lora=(t["a"], t["b"], 0.7) if use_lora else None,
-        token_weights=t["token_weights"].detach() if use_weights else None,
         **options,
     )  # fmt: skip
     wanted = [t[n] for n in leaves if n not in ("bias",) or use_bias]
@@ -62,12 +60,9 @@ FEATURES = [
     {"softcap": 3.0},
     {"logit_scale": 0.4},
     {"label_smoothing": 0.1},
-    {"z_loss": 0.02},
     {"use_bias": True},
-    {"use_weights": True},
     {"use_lora": True},
-    {"softcap": 2.0, "logit_scale": 1.7, "label_smoothing": 0.2, "z_loss": 0.01, "use_bias": True, "use_weights": True}
-    | {"use_lora": True},
+    {"softcap": 2.0, "logit_scale": 1.7, "label_smoothing": 0.2, "use_bias": True, "use_lora": True},
 ]
 
 
@@ -99,7 +94,7 @@ def test_gradcheck():
 
     def fn(h, w, b, a, lb):
         return linear_cross_entropy(h, w, x["labels"], bias=b, lora=(a, lb, 0.5), softcap=4.0, chunk_tokens=2,
-                                    label_smoothing=0.1, z_loss=0.01)  # fmt: skip
+                                    label_smoothing=0.1)  # fmt: skip
 
     leaves = [x[n].clone().requires_grad_() for n in ("hidden", "weight", "bias", "a", "b")]
     assert torch.autograd.gradcheck(fn, leaves)
@@ -174,7 +169,7 @@ def test_error_no_larger_than_naive_in_the_same_dtype(dtype, softcap):
     leaves = ["hidden", "weight"]
     truth = _run(linear_cross_entropy_reference, wide, leaves, softcap=softcap, reduction="mean")
 
-    def naive(hidden, weight, labels, *, bias, lora, token_weights, softcap, reduction):
+    def naive(hidden, weight, labels, *, bias, lora, softcap, reduction):
         logits = torch.nn.functional.linear(hidden, weight).float()
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)

@@ -1,8 +1,8 @@
 """Cross-entropy of hidden states times head, without ever holding the logits of all tokens.
 
-The sum over tokens of ``w_t * ((1 - e) * (lse_t - z_t[y]) + e * (lse_t - mean_v z_t) + z_loss * lse_t^2)`` with
+The sum over tokens of ``(1 - e) * (lse_t - z_t[y]) + e * (lse_t - mean_v z_t)`` with label smoothing e,
 ``z = softcap * tanh(s / softcap)``, ``s = logit_scale * (hidden W^T + bias + lora_scale * (hidden A^T) B^T)`` and
-``lse = logsumexp(z)``. Tokens whose label is ``ignore_index`` are left out of every product.
+``lse = logsumexp(z)``. Tokens whose label is ``IGNORE_INDEX`` are left out of every product.
 
 For ``sum`` and ``mean`` the gradients are made in the forward pass, chunk by chunk, while a chunk's logits are there,
 and multiplied by the upstream scalar in backward. For ``none`` every token has an upstream gradient of its own, which
@@ -39,12 +39,9 @@ def linear_cross_entropy_reference(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    ignore_index: int = IGNORE_INDEX,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    token_weights: Tensor | None = None,
     lora: tuple[Tensor, Tensor, float] | None = None,
     reduction: Reduction = "sum",
     count: Tensor | float | None = None,
@@ -58,35 +55,31 @@ def linear_cross_entropy_reference(
     logits = logits * logit_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    keep = labels != ignore_index
+    keep = labels != IGNORE_INDEX
     lse = torch.logsumexp(logits, dim=-1)
     target = logits.gather(1, labels.where(keep, 0)[:, None])[:, 0]
-    loss = (1 - label_smoothing) * (lse - target) + label_smoothing * (lse - logits.mean(-1)) + z_loss * lse**2
-    if token_weights is not None:
-        loss = loss * token_weights.to(acc)
+    loss = (1 - label_smoothing) * (lse - target) + label_smoothing * (lse - logits.mean(-1))
     loss = loss.where(keep, 0.0)
-    return _reduce(loss, keep, reduction, count)
-
-
-def _reduce(loss: Tensor, keep: Tensor, reduction: Reduction, count: Tensor | float | None) -> Tensor:
     if reduction == "none":
         return loss
-    if reduction == "sum":
-        return loss.sum()
-    return loss.sum() / (keep.sum().clamp(min=1) if count is None else count)
+    return loss.sum() if reduction == "sum" else loss.sum() / _count(labels, count)
 
 
-def _walk(parts: Parts, labels: Tensor, weights: Tensor | None, grads: Grads, options: Options) -> Tensor:
-    """Loss of every token [tokens]; fills the gradient buffers of ``grads``."""
+def _count(labels: Tensor, count: Tensor | float | None) -> Tensor | float:
+    return (labels != IGNORE_INDEX).sum().clamp(min=1) if count is None else count
+
+
+def _walk(parts: Parts, labels: Tensor, upstream: Tensor | None, grads: Grads, options: Options) -> Tensor:
+    """Loss of every token [tokens]; fills ``grads`` with gradients of their sum, weighted by ``upstream`` [tokens]."""
     hidden = parts.hidden
     acc = torch.promote_types(hidden.dtype, torch.float32)
     n_tokens, vocab = hidden.shape[0], int(parts.weight.shape[0])
     losses = hidden.new_zeros(n_tokens, dtype=acc)
-    keep = labels != options.ignore_index
+    keep = labels != IGNORE_INDEX
     # Planning without memory cannot look at labels: it counts every token, the upper bound.
     fake = is_fake(hidden) or is_fake(labels)
     if not fake and bool((keep & ((labels < 0) | (labels >= vocab))).any()):
-        raise IndexError(f"labels must be {options.ignore_index} or in [0, {vocab}); got {int(labels.min())} to "
+        raise IndexError(f"labels must be {IGNORE_INDEX} or in [0, {vocab}); got {int(labels.min())} to "
                          f"{int(labels.max())}")  # fmt: skip
     picked = (torch.arange(simulated_targets(n_tokens), device=hidden.device) if fake
               else None if bool(keep.all()) else keep.nonzero()[:, 0])  # fmt: skip
@@ -100,7 +93,7 @@ def _walk(parts: Parts, labels: Tensor, weights: Tensor | None, grads: Grads, op
     for lo, hi in sampled(ranges(n_kept, step), hidden):
         index: Any = slice(lo, hi) if picked is None else picked[lo:hi]
         h, y = hidden[index], labels[index]
-        w = None if weights is None else weights[index].to(acc)
+        w = None if upstream is None else upstream[index].to(acc)
         if fake:
             y = y.clamp(min=0)
         u = None if parts.u is None else parts.u[index]
@@ -116,15 +109,14 @@ def _walk(parts: Parts, labels: Tensor, weights: Tensor | None, grads: Grads, op
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor | None, quantised: Any, labels: Tensor, bias: Tensor | None,
-                u: Tensor | None, lora_b: Tensor | None, weights: Tensor | None, options: Options,
-                per_token: bool) -> Tensor:  # fmt: skip
+                u: Tensor | None, lora_b: Tensor | None, options: Options, per_token: bool) -> Tensor:  # fmt: skip
         parts = Parts(hidden, quantised if weight is None else weight, bias, u, lora_b)
         needs = ctx.needs_input_grad
         ctx.options, ctx.per_token, ctx.quantised = options, per_token, quantised
         grads = Grads() if per_token else _buffers(parts, needs)
-        losses = _walk(parts, labels, weights, grads, options)
+        losses = _walk(parts, labels, None, grads, options)
         if per_token:
-            ctx.save_for_backward(hidden, weight, labels, bias, u, lora_b, weights)
+            ctx.save_for_backward(hidden, weight, labels, bias, u, lora_b)
             return losses
         ctx.save_for_backward(grads.hidden, grads.weight, grads.bias, grads.u, grads.lora_b)
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (hidden, weight, bias, u, lora_b))
@@ -135,11 +127,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         (upstream,) = outputs
         if ctx.per_token:
-            hidden, weight, labels, bias, u, lora_b, weights = ctx.saved_tensors
+            hidden, weight, labels, bias, u, lora_b = ctx.saved_tensors
             parts = Parts(hidden, ctx.quantised if weight is None else weight, bias, u, lora_b)
             grads = _buffers(parts, ctx.needs_input_grad)
-            scaled = upstream if weights is None else upstream * weights
-            _walk(parts, labels, scaled, grads, ctx.options)
+            _walk(parts, labels, upstream, grads, ctx.options)
             found = (grads.hidden, grads.weight, grads.bias, grads.u, grads.lora_b)
             sources = (hidden, weight, bias, u, lora_b)
             out = [None if g is None else g.to(s.dtype) for g, s in zip(found, sources, strict=True)]
@@ -148,7 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 None if g is None else (g * upstream).to(d) for g, d in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
             ]
         d_hidden, d_weight, d_bias, d_u, d_b = out
-        return d_hidden, d_weight, None, None, d_bias, d_u, d_b, None, None, None
+        return d_hidden, d_weight, None, None, d_bias, d_u, d_b, None, None
 
 
 def _buffers(parts: Parts, needs: tuple[bool, ...]) -> Grads:
@@ -172,12 +163,9 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    ignore_index: int = IGNORE_INDEX,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    token_weights: Tensor | None = None,
     lora: tuple[Tensor, Tensor, float] | None = None,
     lora_input: Tensor | None = None,
     chunk_tokens: int | None = None,
@@ -190,10 +178,10 @@ def linear_cross_entropy(
 
     ``labels [tokens]`` int64 are already shifted: the label of row t is the token that row t predicts. ``weight`` is
     dense (frozen or trained) or quantised (frozen). ``lora`` is (A [r, hidden_size], B [vocab, r], scale) on the head,
-    and ``lora_input [tokens, hidden_size]`` what A reads instead of ``hidden`` (after dropout). ``token_weights
-    [tokens]`` multiply each token's loss and get no gradient. ``chunk_tokens`` and ``chunk_vocab`` bound a chunk of
-    logits; unset, it is at most 128 MiB (48 on a CPU). ``mean`` divides by ``count``, or by the number of labels that
-    are not ignored (0/0 is 0). Returns fp32 (fp64 for fp64 input): a scalar, or [tokens] for ``none``.
+    and ``lora_input [tokens, hidden_size]`` what A reads instead of ``hidden`` (after dropout). ``chunk_tokens`` and
+    ``chunk_vocab`` bound a chunk of logits; unset, it is at most 128 MiB (48 on a CPU). ``mean`` divides by ``count``,
+    or by the number of labels that are not ignored (0/0 is 0). Returns fp32 (fp64 for fp64 input): a scalar, or
+    [tokens] for ``none``.
     """
     if hidden.dim() != 2 or labels.dim() != 1 or hidden.shape[0] != labels.shape[0]:
         raise ValueError(f"hidden [tokens, hidden_size] and labels [tokens] expected, got {tuple(hidden.shape)} and "
@@ -217,13 +205,9 @@ def linear_cross_entropy(
         acc = torch.promote_types(hidden.dtype, torch.float32)
         u = F.linear((hidden if lora_input is None else lora_input).to(acc), a.to(acc))
     options = Options(
-        ignore_index, logit_scale, softcap, label_smoothing, z_loss, scale, max(1, chunk_tokens), max(1, chunk_vocab),
-        implementation,
+        logit_scale, softcap, label_smoothing, scale, max(1, chunk_tokens), max(1, chunk_vocab), implementation
     )  # fmt: skip
     loss: Tensor = _LinearCrossEntropy.apply(
-        hidden, dense, weight if dense is None else None, labels, bias, u, b, token_weights, options,
-        reduction == "none",
+        hidden, dense, weight if dense is None else None, labels, bias, u, b, options, reduction == "none",
     )  # fmt: skip
-    if reduction != "mean":
-        return loss
-    return loss / ((labels != ignore_index).sum().clamp(min=1) if count is None else count)
+    return loss if reduction != "mean" else loss / _count(labels, count)

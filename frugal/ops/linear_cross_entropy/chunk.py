@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,18 +19,11 @@ from frugal.ops.weights import Weight, matmul_add_, matmul_t, rows
 LOG2E = 1.4426950408889634  # exp2 is fast for every argument on CPUs; exp takes 20 times longer near underflow
 
 
-def _kernels(module: str) -> Any:
-    """A module of the Triton form, imported where that row was chosen."""
-    return importlib.import_module(f"frugal.ops.linear_cross_entropy.{module}")
-
-
 @dataclass(frozen=True)
 class Options:
-    ignore_index: int
     logit_scale: float
     softcap: float | None
     label_smoothing: float
-    z_loss: float
     lora_scale: float
     chunk_tokens: int
     chunk_vocab: int
@@ -71,7 +63,8 @@ class Chunk:
 
     def run(self, h: Tensor, u: Tensor | None, y: Tensor, w: Tensor | None,
             buffer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """Loss of each token [chunk] and, if asked for, the gradients of h and u in fp32."""
+        """Loss of each token [chunk] and, if asked for, the gradients of h and u in fp32: of the losses' sum, or of
+        their sum weighted by ``w`` [chunk], the gradients that came from above."""
         found: tuple[Tensor, Tensor | None, Tensor | None] = self.form(self, h, u, y, w, buffer)
         return found
 
@@ -80,22 +73,20 @@ class Chunk:
         """`run` by the Triton kernel."""
         o = self.options
         logits = matmul_t(h, self.parts.weight, buffer)
-        once = _kernels("triton_once")
-        plain = o.label_smoothing == 0.0 and o.z_loss == 0.0 and self.grads.hidden is not None
-        if plain and once.pays(logits.shape[1], logits.dtype, logits.device):
+        kernels = importlib.import_module("frugal.ops.linear_cross_entropy.triton")
+        settings = {"scale": o.logit_scale, "softcap": o.softcap}
+        wanted, factor = self.grads.hidden is not None, w
+        loss: Tensor
+        if wanted and o.label_smoothing == 0.0 and kernels.pays(logits.shape[1], logits.dtype, logits.device):
             # One walk over a long row: its gradient comes divided by a factor, which the product is multiplied with.
-            losses, factor = once.cross_entropy_once_(
-                logits, y, scale=o.logit_scale, softcap=o.softcap, ignore_index=o.ignore_index, token_weights=w
-            )
-            product = matmul_add_(torch.zeros_like(h), logits, self.parts.weight)
-            return losses, factor[:, None] * product, None
-        loss: Tensor = _kernels("triton").cross_entropy_(
-            logits, y, scale=o.logit_scale, softcap=o.softcap, ignore_index=o.ignore_index,
-            label_smoothing=o.label_smoothing, z_loss=o.z_loss, token_weights=w, gradient=self.grads.wanted,
-        )  # fmt: skip
-        if self.grads.hidden is None:
+            loss, factor = kernels.cross_entropy_once_(logits, y, **settings)
+            factor = factor if w is None else factor * w
+        else:
+            loss = kernels.cross_entropy_(logits, y, label_smoothing=o.label_smoothing, gradient=wanted, **settings)
+        if not wanted:
             return loss, None, None
-        return loss, matmul_add_(torch.zeros_like(h), logits, self.parts.weight), None
+        product = matmul_add_(torch.zeros_like(h), logits, self.parts.weight)
+        return loss, product if factor is None else factor[:, None] * product, None
 
     def logits(self, h: Tensor, u: Tensor | None, lo: int, hi: int, buffer: Tensor | None) -> Tensor:
         """z before the soft cap for vocabulary rows lo..hi: [chunk, hi - lo], fp32 (fp64 for fp64 input)."""
@@ -172,35 +163,28 @@ class Chunk:
         loss = lse - target
         if mean is not None:
             loss = (1 - o.label_smoothing) * loss + o.label_smoothing * (lse - mean)
-        if o.z_loss:
-            loss = loss + o.z_loss * lse * lse
-        if w is not None:
-            loss = loss * w
         if not g.wanted:
             return loss, None, None
         # Second walk: probabilities to gradients. With one block the exponentials are still in the buffer.
         dh = torch.zeros_like(h, dtype=acc) if g.hidden is not None else None
         du = torch.zeros_like(u) if u is not None and g.u is not None else None
-        up = torch.ones_like(lse) if w is None else w
-        factor = up if not o.z_loss else up * (1 + 2 * o.z_loss * lse)
         for lo, hi in blocks:
             if whole and z is not None:
                 if z.device.type != "cpu":
-                    z *= (factor / total)[:, None]
-                elif w is not None or o.z_loss:  # else all ones, and a pass over the logits for nothing
-                    z *= factor[:, None]
+                    z *= total.reciprocal()[:, None]
             else:
                 z = self.logits(h, u, lo, hi, None)
                 slope = _cap_(z, o.softcap, True)
                 z.sub_(lse[:, None]).mul_(LOG2E).exp2_()
-                z *= factor[:, None]
             if o.label_smoothing:
-                z -= (o.label_smoothing / vocab) * up[:, None]
+                z -= o.label_smoothing / vocab
             inside = (y >= lo) & (y < hi)
-            hit = torch.where(inside, -(1 - o.label_smoothing) * up, 0.0)
+            hit = inside.to(acc).mul_(o.label_smoothing - 1.0)
             z.scatter_add_(1, (y - lo).clamp(0, hi - lo - 1)[:, None], hit[:, None])
             if slope is not None:
                 z *= slope
+            if w is not None:
+                z *= w[:, None]
             self.backward(z, h, dh, u, du, lo, hi)
         return loss, dh, du
 

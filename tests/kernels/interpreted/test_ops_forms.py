@@ -13,7 +13,8 @@ from frugal.codecs.nf4 import quantize_nf4
 from frugal.ops import adam8bit, projection, registry, weights
 from frugal.ops.adam8bit import adam8bit_
 from frugal.ops.gated_mlp import gated_mlp, gated_mlp_reference
-from frugal.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference, triton_once
+from frugal.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from frugal.ops.linear_cross_entropy import triton as loss_kernels
 from frugal.ops.projection import LoraMatmul, Projection
 from frugal.ops.rms_norm import rms_norm, rms_norm_reference
 from frugal.ops.rope import rope_joint, rope_pair, rope_reference
@@ -66,12 +67,13 @@ def test_gated_mlp(activation: Any, trained: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("storage", ["dense", "nf4"])
-@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 0.7, "label_smoothing": 0.1, "z_loss": 0.01}])
-def test_linear_cross_entropy(options: dict[str, Any], storage: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 0.7, "label_smoothing": 0.1}])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_linear_cross_entropy(options: dict[str, Any], storage: str, dtype: torch.dtype, reduction: Any) -> None:
     hidden, weight = leaves((9, 64), (130, 64), dtype=dtype)
     weight = weight.detach()
     labels = torch.tensor([1, 129, -100, 5, 0, 7, -100, 64, 3])
-    token_weights = torch.linspace(0.5, 2.0, 9)
+    upstream = torch.linspace(0.5, 2.0, 9)
     head: Any = weight
     if storage == "nf4":
         head = quantize_nf4(weight)
@@ -79,44 +81,48 @@ def test_linear_cross_entropy(options: dict[str, Any], storage: str, dtype: torc
     for name, form in (("triton", True), ("torch", False)):
         with checked() as report:
             loss = linear_cross_entropy(
-                hidden, head, labels, chunk_tokens=4, token_weights=token_weights, implementation=name, **options
+                hidden, head, labels, chunk_tokens=4, implementation=name, reduction=reduction, **options
             )
         assert ("cross_entropy_kernel" in report.launches) is form
         wide = hidden.detach().double().requires_grad_()
-        exact = linear_cross_entropy_reference(
-            wide, weight.double(), labels, token_weights=token_weights.double(), **options
-        )
+        exact = linear_cross_entropy_reference(wide, weight.double(), labels, reduction=reduction, **options)
         rtol = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(loss.double(), exact, rtol=rtol, atol=0)
-        (ours,) = torch.autograd.grad(loss, hidden)
-        (reference,) = torch.autograd.grad(exact, wide)
+        above = upstream if reduction == "none" else None
+        (ours,) = torch.autograd.grad(loss, hidden, above)
+        (reference,) = torch.autograd.grad(exact, wide, above if above is None else above.double())
         bound = (1e-5 if dtype == torch.float32 else 2e-2) * reference.abs().max()
         assert (ours.double() - reference).abs().max() <= bound
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 0.7}])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_linear_cross_entropy_reads_long_rows_once(
-    options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_once, "pays", lambda vocab, dtype, device: True)
+    monkeypatch.setattr(loss_kernels, "pays", lambda vocab, dtype, device: True)
     hidden, weight = leaves((9, 64), (130, 64), dtype=dtype)
     weight = weight.detach() / 4
     labels = torch.tensor([1, 129, -100, 5, 0, 7, -100, 64, 3])
-    token_weights = torch.linspace(0.5, 2.0, 9)
-    settings = {"token_weights": token_weights, **options}
+    settings: dict[str, Any] = {"reduction": reduction, **options}
+    above = torch.linspace(0.5, 2.0, 9) if reduction == "none" else None
     with checked() as report:
         loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=4, implementation="triton", **settings)
-    assert report.launches == ["cross_entropy_once_kernel"] * 2
     wide = hidden.detach().double().requires_grad_()
     exact = linear_cross_entropy_reference(wide, weight.double(), labels, **settings)
     rtol = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(loss.double(), exact, rtol=rtol, atol=0)
-    (ours,), (reference,) = torch.autograd.grad(loss, hidden), torch.autograd.grad(exact, wide)
+    (reference,) = torch.autograd.grad(exact, wide, above if above is None else above.double())
+    with checked() as backward:
+        (ours,) = torch.autograd.grad(loss, hidden, above)
+    # one number a token came from above: the chunks are made again, once the factors of their rows are known
+    made = backward if reduction == "none" else report
+    assert made.launches == ["cross_entropy_once_kernel"] * 2
     assert (ours.double() - reference).abs().max() <= rtol * reference.abs().max()
     with checked() as report, torch.no_grad():  # no gradient, no second form
         linear_cross_entropy(hidden.detach(), weight, labels, implementation="triton", **settings)
-        linear_cross_entropy(hidden.detach(), weight, labels, implementation="triton", z_loss=0.1)
+        linear_cross_entropy(hidden.detach(), weight, labels, implementation="triton", label_smoothing=0.1)
     assert set(report.launches) == {"cross_entropy_kernel"}
 
 

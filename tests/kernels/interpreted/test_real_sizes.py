@@ -16,8 +16,7 @@ from torch import Tensor
 from frugal.codecs.nf4_codes import nested_code, nf4_code
 from frugal.ops.adam8bit.triton import adam8bit_
 from frugal.ops.gated_mlp.triton import gated, gated_backward_
-from frugal.ops.linear_cross_entropy.triton import cross_entropy_
-from frugal.ops.linear_cross_entropy.triton_once import cross_entropy_once_
+from frugal.ops.linear_cross_entropy.triton import cross_entropy_, cross_entropy_once_
 from frugal.ops.rms_norm.triton import prepare_rms_norm, prepare_rms_norm_backward
 from frugal.ops.rope.triton import rope_
 from frugal.ops.weights.triton import Nf4Parts, prepare_dequantize, prepare_dequantize_lora

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.kernel_cases import CASES
 from benchmarks.kernels_traffic import LIMIT, measure
 
-# Label smoothing, z-loss and losses without a gradient take this kernel for long rows too, and read them twice; all
+# Label smoothing and losses without a gradient take this kernel for long rows too, and read them twice; all
 # others read once ("cross_entropy_once").
 READ_TWICE = {("cross_entropy_128256", "bf16"), ("cross_entropy_128256", "fp32"), ("cross_entropy_32000", "fp32"),
               ("cross_entropy_262144_capped", "bf16"), ("cross_entropy_262144_capped", "fp32")}  # fmt: skip
