@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.attention_cases import KERNELS, Form, launch_of
 from benchmarks.kernel_metrics import SHARED_LIMIT, compile_launch, meta, target_name
 from benchmarks.kernels_sweep import write
-from frugal.ops.target import MAX_HEAD_SIZE
+from frugal.ops.rows import MAX_HEAD_SIZE
 from frugal.ops.tile_table import TILES
 
 TARGETS = (80, 86, 89, 90, 100, 120)

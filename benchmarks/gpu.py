@@ -157,7 +157,8 @@ def correctness() -> int:
 def step_phase(name: str, device: torch.device, dtype: torch.dtype, left: Callable[[], float], dry: bool) -> None:
     """One side's QLoRA step; frugal's a second time with its own attention kernel where the device runs it."""
     from benchmarks import gpu_step
-    from frugal.ops.target import no_tensor_cores, no_triton, target_of
+    from frugal.device import describe
+    from frugal.ops.rows import no_tensor_cores, no_triton
 
     config = gpu_step.tiny() if dry else gpu_step.llama_8b()
     start = time.time()
@@ -171,7 +172,7 @@ def step_phase(name: str, device: torch.device, dtype: torch.dtype, left: Callab
         total = torch.cuda.get_device_properties(device).total_memory
         caps = [cap * GB for cap in CAPS if cap * GB <= total]
     gpu_step.measure(side, device, lengths, caps, config.vocab_size, left, emit, **settings)
-    target = target_of(device)
+    target = describe(device)
     if name == "frugal" and not dry and left() > 30 and not (no_triton(target, dtype) or no_tensor_cores(target)):
         gpu_step.triton_attention(side)
         gpu_step.measure(side, device, lengths, [], config.vocab_size, left, emit, **settings)

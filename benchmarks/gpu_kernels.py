@@ -18,8 +18,9 @@ from torch import Tensor
 
 from benchmarks.attention_cases import ATTENTION_CASES, FORMS, Form
 from benchmarks.kernel_cases import CASES, HEAD_SIZE, HIDDEN, INTERMEDIATE, KV_HEADS, Q_HEADS, RANK, TOKENS
+from frugal.device import describe
 from frugal.ops.adam8bit import adam8bit_
-from frugal.ops.target import no_tensor_cores, no_triton, target_of
+from frugal.ops.rows import no_tensor_cores, no_triton
 
 Timer = Callable[[Callable[[], Any]], float]
 # Products of [tokens, tokens] x size for each head: forward has two, dq three, dk and dv four.
@@ -147,7 +148,7 @@ def measure(
     """A row for each kernel; ``dry`` plans launches of real size on the meta device and runs none."""
     top = roofline(device, dtype, timer, 2**20 if dry else 2**30)
     emit({"phase": "roofline", "dtype": str(dtype).removeprefix("torch."), **top})
-    target = target_of(device)
+    target = describe(device)
     refused = None if dry else no_triton(target, dtype)
     if refused is not None:
         emit({"phase": "kernel", "skipped": refused})

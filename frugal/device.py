@@ -1,11 +1,12 @@
-"""What a device can do: its memory, the dtype to compute in, and a table of GPUs. Nothing here runs at import."""
+"""The device: what it can do, its memory, the dtype to compute in, and a table of GPUs. Nothing here runs at import."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import psutil
 import torch
@@ -20,18 +21,47 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 @dataclass(frozen=True)
 class Device:
-    """One device a run computes on."""
+    """One device: one that a run computes on, or one that is only described and need not be here."""
 
-    kind: Literal["cpu", "cuda"]
-    index: int
-    name: str
-    total_bytes: int
-    """Memory of the device; of the machine for a CPU."""
-    capability: tuple[int, int] | None
-    """CUDA compute capability, for example (7, 5) for a T4; None for a CPU."""
-    has_bf16: bool
-    """bfloat16 arithmetic in hardware (compute capability 8.0 and later). False for CPUs, where it is 20 to 150 times
-    slower than float32 without special instructions."""
+    kind: str
+    """torch's device type: cpu, cuda, mps, xpu."""
+    index: int = 0
+    name: str = ""
+    total_bytes: int = 0
+    """Memory of the device; of the machine for a CPU; 0 where nobody asked."""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability, for example (7, 5) for a T4; None where it does not apply or nobody can ask."""
+    amd: bool = False
+    """A ROCm build of torch, which calls its devices cuda."""
+    here: bool = True
+    """False: a plan's, and what is installed on this machine does not count."""
+
+    def older_than(self, capability: tuple[int, int]) -> bool:
+        """Known to be an NVIDIA GPU older than ``capability``."""
+        return self.capability is not None and self.capability < capability
+
+    @property
+    def has_bf16(self) -> bool:
+        """bfloat16 arithmetic in hardware: AMD's GPUs, and NVIDIA's from compute capability 8.0 on (7.5 only emulates
+        it). False for CPUs, where it is 20 to 150 times slower than float32 without special instructions."""
+        return self.kind == "cuda" and (self.amd or (self.capability is not None and not self.older_than(BF16_FROM)))
+
+    @property
+    def label(self) -> str:
+        """sm_86 and the like; else the kind."""
+        if self.amd:
+            return "rocm"
+        return self.kind if self.capability is None else f"sm_{self.capability[0]}{self.capability[1]}"
+
+    @property
+    def mig(self) -> bool:
+        """A slice of a GPU (NVIDIA Multi-Instance GPU)."""
+        return " MIG " in f"{self.name} "
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for manifests and `frugal doctor`."""
+        kept = ("kind", "index", "name", "total_bytes", "capability", "has_bf16")
+        return {key: getattr(self, key) for key in kept}
 
     @property
     def torch_device(self) -> torch.device:
@@ -51,19 +81,28 @@ class DtypeChoice:
 
 def probe() -> Device:
     """The device this process would train on: the current CUDA device, else the CPU."""
-    if torch.cuda.is_available():
-        index = torch.cuda.current_device()
-        properties = torch.cuda.get_device_properties(index)
-        capability = (properties.major, properties.minor)
-        return Device(
-            "cuda", index, properties.name, properties.total_memory, capability, has_bf16=_capable_of_bf16(capability)
-        )
-    return Device("cpu", 0, "CPU", psutil.virtual_memory().total, None, has_bf16=False)
+    return describe("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _capable_of_bf16(capability: tuple[int, int]) -> bool:
-    """AMD devices (which report their own numbers) all have it; NVIDIA's from 8.0 on. 7.5 only emulates it."""
-    return torch.version.hip is not None or capability >= BF16_FROM
+def describe(device: torch.device | str) -> Device:
+    """A device of this machine. A CUDA device that is not here has neither name, memory nor capability."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return Device("cpu", 0, "CPU", psutil.virtual_memory().total)
+    if device.type != "cuda":
+        return Device(device.type, device.index or 0)
+    amd = torch.version.hip is not None
+    if not torch.cuda.is_available():
+        return Device("cuda", device.index or 0, amd=amd)
+    return _cuda_device(torch.cuda.current_device() if device.index is None else device.index, amd)
+
+
+@functools.cache
+def _cuda_device(index: int, amd: bool) -> Device:
+    found = torch.cuda.get_device_properties(index)
+    # AMD's devices report numbers of their own
+    capability = None if amd else (found.major, found.minor)
+    return Device("cuda", index, found.name, found.total_memory, capability, amd)
 
 
 def resolve_dtype(asked: str, device: Device) -> DtypeChoice:
@@ -114,7 +153,7 @@ _TABLE: dict[str, tuple[float, tuple[int, int]]] = {
 }  # fmt: skip
 
 GPUS: dict[str, Device] = {
-    name: Device("cuda", 0, name, int(size * GIB), capability, has_bf16=capability >= BF16_FROM)
+    name: Device("cuda", 0, name, int(size * GIB), capability, here=False)
     for name, (size, capability) in _TABLE.items()
 }
 """For plans made where the GPU is not. Memory as the driver reports it: for some less than the printed size."""

@@ -25,6 +25,6 @@ def test_probe_of_this_machine() -> None:
 
 @pytest.mark.parametrize("asked", ["bfloat16", "float16", "float32"])
 def test_a_cpu_does_what_it_is_told(asked: str) -> None:
-    choice = resolve_dtype(asked, Device("cpu", 0, "CPU", 1 << 34, None, has_bf16=False))
+    choice = resolve_dtype(asked, Device("cpu", 0, "CPU", 1 << 34, None))
     assert choice.compute == getattr(torch, asked)
     assert choice.loss_scaling == (asked == "float16")

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from transformers import AutoTokenizer
 
 from frugal.checkpoints.run_folder import RunFolder, check_depth, open_run, other_base
 from frugal.config import Config, LoraSection, load_config
 from frugal.data import choose_template
-from frugal.device import Device, probe, resolve_dtype
+from frugal.device import Device, describe, probe, resolve_dtype
 from frugal.errors import UnsupportedError
 from frugal.exports.merge_plan import fit_adapter
 from frugal.files import read_json
@@ -124,12 +123,9 @@ def _device(asked: str | None) -> Device:
     if asked is None:
         return probe()
     device = torch.device(asked)
-    if device.type == "cpu":
-        return Device("cpu", 0, "CPU", psutil.virtual_memory().total, None, has_bf16=False)
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cpu" and (device.type != "cuda" or not torch.cuda.is_available()):
         raise UnsupportedError(f"device {asked!r} is not here; allowed: cpu, and cuda:N where torch sees a GPU.")
-    with torch.cuda.device(device):
-        return probe()
+    return describe(device)
 
 
 def _warnings(run: RunFolder, source: ResolvedModel, allow_other_base: bool, trust_remote_code: bool) -> list[str]:

@@ -25,7 +25,7 @@ from frugal.errors import UnsupportedError
 from frugal.model_structure import input_device
 from frugal.models.equivalence import largest_difference, model_tolerance, probe
 from frugal.models.materialize import DeferredLayers
-from frugal.ops import Choice, attention, choose
+from frugal.ops import attention, choose
 from frugal.ops.simulated import is_fake
 
 NAME = "frugal"
@@ -197,7 +197,7 @@ def _masked(
 class AttentionDecision(Decision[str]):
     """Which attention a model runs with: "frugal", or transformers' name of the one that the model keeps."""
 
-    by_layer: dict[str, Choice] = field(default_factory=dict)
+    by_layer: dict[str, Decision[str]] = field(default_factory=dict)
     """Row of the operations' table by kind of layer ("full" and, where the model has them, "sliding")."""
 
 
@@ -262,7 +262,7 @@ def _logits(model: Any) -> Tensor:
     return probe(model, lambda **inputs: model(**inputs).logits)[0]
 
 
-def _by_layer(model: Any, implementation: str) -> dict[str, Choice]:
+def _by_layer(model: Any, implementation: str) -> dict[str, Decision[str]]:
     """What the table chooses for the model's heads, window and soft cap on the device where it is."""
     config = model.config.get_text_config()
     device, dtype = input_device(model), model.get_input_embeddings().weight.dtype

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import mangle_type
 
+from frugal.device import describe
 from frugal.ops.tile_table import TILES
 
 ALIGNMENT = 16  # Triton compiles another variant where a pointer or an integer is a multiple of 16
@@ -96,15 +97,10 @@ def tile(kernel: str, dtype: torch.dtype, device: torch.device, target: str | No
     key = f"{kernel}/{8 * dtype.itemsize}"
     rows = TILES[key]
     if target is None:
-        target = _target_of(device)
+        target = _label(device)
     return dict(rows.get(target, rows["default"]))
 
 
-def _target_of(device: torch.device) -> str:
-    return "default" if device.type != "cuda" or torch.version.hip is not None else _cuda_target(device.index or 0)
-
-
 @functools.cache
-def _cuda_target(index: int) -> str:
-    major, minor = torch.cuda.get_device_capability(index)
-    return f"sm_{major}{minor}"
+def _label(device: torch.device) -> str:
+    return describe(device).label

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from frugal.device import Device
 
 T = TypeVar("T")
 
@@ -23,43 +24,45 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.device.type == "meta")
 
 
-@dataclass(frozen=True)
-class SimulatedDevice:
-    """The kind of device that a plan is for."""
-
-    kind: str
-    """cpu or cuda."""
-    capability: tuple[int, int] | None = None
-    attention: str = "auto"
-    """memory.attention of the configuration."""
+class _Simulation(NamedTuple):
+    device: Device
+    targets: int | None
+    attention: str
 
 
-_PLANNED: ContextVar[SimulatedDevice | None] = ContextVar("frugal_simulated_device", default=None)
-
-
-_TARGETS: ContextVar[int | None] = ContextVar("frugal_simulated_targets", default=None)
+_CURRENT: ContextVar[_Simulation | None] = ContextVar("frugal_simulation", default=None)
 
 
 @contextmanager
-def simulating(device: SimulatedDevice, *, targets: int | None = None) -> Iterator[None]:
-    """Fake tensors inside stand for tensors of ``device``, and ``targets`` of a micro-batch's tokens are trained."""
-    token, count = _PLANNED.set(device), _TARGETS.set(targets)
+def simulating(device: Device, *, targets: int | None = None, attention: str = "auto") -> Iterator[None]:
+    """Fake tensors inside stand for tensors of ``device``, whether it is here or not.
+
+    ``targets`` of a micro-batch's tokens are trained; ``attention`` is `memory.attention` of the configuration.
+    """
+    described = Device(device.kind, capability=device.capability, amd=device.amd, here=False)
+    token = _CURRENT.set(_Simulation(described, targets, attention))
     try:
         yield
     finally:
-        _PLANNED.reset(token)
-        _TARGETS.reset(count)
+        _CURRENT.reset(token)
 
 
 def simulated_targets(tokens: int) -> int:
     """How many of ``tokens`` are trained: all of them where the plan does not know."""
-    known = _TARGETS.get()
-    return tokens if known is None else max(1, min(known, tokens))
+    now = _CURRENT.get()
+    return tokens if now is None or now.targets is None else max(1, min(now.targets, tokens))
 
 
-def simulated_device() -> SimulatedDevice | None:
+def simulated_device() -> Device | None:
     """The device that is planned for, inside `simulating`."""
-    return _PLANNED.get()
+    now = _CURRENT.get()
+    return None if now is None else now.device
+
+
+def simulated_attention() -> str:
+    """The implementation of attention that a plan is for; "auto" leaves it to the table."""
+    now = _CURRENT.get()
+    return "auto" if now is None else now.attention
 
 
 def stands_for_cuda(tensor: Tensor) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import huggingface_hub
 import psutil
@@ -15,27 +15,22 @@ from transformers import AutoConfig
 from frugal.assets import is_known
 from frugal.device import BF16_FROM, Device, DtypeChoice, find_gpu, probe, resolve_dtype
 from frugal.errors import ModelError, UnsupportedError
-from frugal.ops.simulated import SimulatedDevice
 from frugal.planning.architectures import architectures, known_architecture
 from frugal.units import nominal_gib, parse_size
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The device of a plan."""
+@dataclass(frozen=True, kw_only=True)
+class Planned(Device):
+    """The device of a plan, and what it is to be used with."""
 
-    name: str
-    kind: Literal["cpu", "cuda"]
-    capability: tuple[int, int] | None
-    total_bytes: int
     host_bytes: int
     """Memory of the machine, or what --host-ram says; 0: not known."""
     dtype: DtypeChoice
 
-    @property
-    def target(self) -> SimulatedDevice:
-        """For the operations."""
-        return SimulatedDevice(self.kind, self.capability)
+    @classmethod
+    def of(cls, device: Device, *, host_bytes: int, dtype: DtypeChoice) -> Planned:
+        """A plan's view of ``device``."""
+        return cls(**vars(device), host_bytes=host_bytes, dtype=dtype)
 
 
 def planned_device(dtype: str, *, gpu: str | None, vram: str | None, host_ram: str | None) -> Planned:
@@ -47,15 +42,12 @@ def planned_device(dtype: str, *, gpu: str | None, vram: str | None, host_ram: s
     if gpu is None and vram is None:
         found = probe()
         host = host or int(psutil.virtual_memory().total)
-        return Planned(
-            found.name, found.kind, found.capability, found.total_bytes, host, resolve_dtype(dtype, found)
-        )  # fmt: skip
+        return Planned.of(found, host_bytes=host, dtype=resolve_dtype(dtype, found))
     total = parse_size(vram, "--vram") if vram is not None else 0
-    unknown = Device("cuda", 0, f"a GPU of {nominal_gib(total)}", total, BF16_FROM, has_bf16=True)
+    unknown = Device("cuda", 0, f"a GPU of {nominal_gib(total)}", total, BF16_FROM, here=False)
     device = find_gpu(gpu) if gpu is not None else unknown
-    return Planned(
-        device.name, "cuda", device.capability, total or device.total_bytes, host, resolve_dtype(dtype, device)
-    )
+    device = replace(device, total_bytes=total or device.total_bytes)
+    return Planned.of(device, host_bytes=host, dtype=resolve_dtype(dtype, device))
 
 
 def architecture(base: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:

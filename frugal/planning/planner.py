@@ -117,7 +117,7 @@ class Planner:
                 config.train,
                 config.memory,
                 self.device.dtype.compute,
-                replace(self.device.target, attention=config.memory.attention),
+                self.device,
                 vocab_size=self.vocab_size,
                 packed=config.data.packing,
                 policy=policy,

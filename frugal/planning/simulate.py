@@ -18,7 +18,6 @@ from frugal.memory.meter_report import TEMPORARIES
 from frugal.model_structure import decoder_layers
 from frugal.models.equivalence import PROBE_ROWS, PROBE_TOKENS, PROOF_TOKENS
 from frugal.models.materialize import LoadedTensor
-from frugal.ops.simulated import simulating
 from frugal.planning.allocation_sites import (
     AT_REST,
     Peak,
@@ -183,7 +182,7 @@ def _run_mlp(built: SimulatedModel) -> None:
 
 
 def _transient(built: SimulatedModel, action: Callable[[], None]) -> int:
-    with simulating(built.subject.device), built.mode:
+    with built.simulating(), built.mode:
         built.module.eval()
         meter = LiveBytesMeter(built.module, detail=True)
         with meter:

@@ -7,7 +7,7 @@ without optimizer state, so neither is run again for every length.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,13 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection
+from frugal.device import Device
 from frugal.distributed.strategy import OneProcess
 from frugal.memory.checkpointing import apply_activation_checkpointing
 from frugal.memory.meter import LiveBytesMeter
 from frugal.memory.meter_report import OPTIMIZER, optimizer_tensors
 from frugal.objectives import LossModule
 from frugal.objectives.base import Batch
-from frugal.ops.simulated import SimulatedDevice, simulating
+from frugal.ops.simulated import simulating
 from frugal.planning.allocation_sites import SiteMeter, Sites, rest_without_gradients, subtract
 from frugal.planning.skeleton import FakeRun, build_fake
 from frugal.training.optim import build_optimizer, trainable
@@ -62,7 +63,7 @@ class Subject:
     train: TrainSection
     memory: MemorySection
     compute: torch.dtype
-    device: SimulatedDevice
+    device: Device
     vocab_size: int | None = None
     packed: bool = False
     documents: int = 1
@@ -105,6 +106,10 @@ class SimulatedModel:
         self._updates: dict[bool, Sites] = {}
         self._micro_batches: dict[Shape, Sites] = {}
 
+    def simulating(self, targets: int | None = None) -> AbstractContextManager[None]:
+        """Fake tensors inside are those of the subject's device."""
+        return simulating(self.subject.device, targets=targets, attention=self.subject.memory.attention)
+
     @property
     def resting_bytes(self) -> int:
         """Weights and adapters."""
@@ -124,7 +129,7 @@ class SimulatedModel:
 
     def state_bytes(self) -> int:
         """Optimizer state once there is one."""
-        with simulating(self.subject.device), self.mode:
+        with self.simulating(), self.mode:
             self.step.put_state()
         return sum(tensor.untyped_storage().nbytes() for tensor in optimizer_tensors(self.optimizer))
 
@@ -132,7 +137,7 @@ class SimulatedModel:
         """Forward and backward of one micro-batch of a later step; with accumulation, of the step's second, which
         finds gradients (a third is like it)."""
         if shape not in self._micro_batches:
-            with simulating(self.subject.device, targets=shape.targets), self.mode:
+            with self.simulating(shape.targets), self.mode:
                 self._prepare(first=False, gradients=self.subject.train.gradient_accumulation_steps > 1)
                 meter = SiteMeter(self.module, self.optimizer, detail=True)
                 with meter:
@@ -144,7 +149,7 @@ class SimulatedModel:
     def _update(self, first: bool) -> Sites:
         """Norm, clipping and optimizer, with all gradients there."""
         if first not in self._updates:
-            with simulating(self.subject.device), self.mode:
+            with self.simulating(), self.mode:
                 self._prepare(first=first, gradients=True)
                 meter = SiteMeter(self.module, self.optimizer, detail=True)
                 with meter:
@@ -153,7 +158,7 @@ class SimulatedModel:
         return self._updates[first]
 
     def _step_in_backward(self, shape: Shape, first: bool) -> Sites:
-        with simulating(self.subject.device, targets=shape.targets), self.mode:
+        with self.simulating(shape.targets), self.mode:
             self._prepare(first=first, gradients=False)
             meter = SiteMeter(self.module, self.optimizer, detail=True)
             with meter:
@@ -162,7 +167,7 @@ class SimulatedModel:
 
     def _evaluation(self, shape: Shape) -> Sites:
         """One batch of `frugal.training.evaluate.evaluate_rows`."""
-        with simulating(self.subject.device, targets=shape.targets), self.mode, torch.no_grad():
+        with self.simulating(shape.targets), self.mode, torch.no_grad():
             self.step.put_state()
             self.module.eval()
             meter = SiteMeter(self.module, self.optimizer, detail=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -101,7 +101,7 @@ class RunEvents:
         strategy, device, dtype = setup.strategy, machine.device, machine.dtype
         asked = self.config.model_dump()
         self.manifest.add("base", {"fingerprint": base_fingerprint})
-        self.manifest.add("device", {**asdict(device), "processes": strategy.world_size})
+        self.manifest.add("device", {**device.to_json(), "processes": strategy.world_size})
         for one in setup.decisions:
             section, _, key = one.key.partition(".")
             was_auto = asked[section].get(key) == "auto"
@@ -130,7 +130,7 @@ class RunEvents:
         self.manifest.add("load", model.report.as_dict())
         self.manifest.decide(model.attention)
         for kind, choice in model.attention.by_layer.items():
-            self.manifest.decide(Decision(f"attention, {kind} layers", choice.name, choice.reason, choice.rejected))
+            self.manifest.decide(replace(choice, key=f"attention, {kind} layers"))
         if model.replacements is None:
             self._decided("modules", "stock", "memory.fused is false")
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -61,7 +61,7 @@ def make_planner(
     evaluated = data.eval if data.eval is not None and len(data.eval) else None
     return Planner(
         config,
-        Planned(device.name, device.kind, device.capability, total, available, dtype),
+        Planned.of(replace(device, total_bytes=total), host_bytes=available, dtype=dtype),
         architecture,
         vocab_size=vocab_size,
         dataset_bytes=5 * data.train.tokens,

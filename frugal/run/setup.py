@@ -25,7 +25,7 @@ from frugal.models.modules.host_embedding import decide_embedding
 from frugal.models.resolve import ResolvedModel
 from frugal.models.skeleton import build_meta
 from frugal.models.tokenizer import new_token_ids, rows_needed
-from frugal.ops.choice import check_attention
+from frugal.ops.registry import check_attention
 from frugal.run.memory import Forecast, forecast, make_planner
 from frugal.run.sharing import asked_engine, share
 from frugal.training.device import device_of, make_accelerator

@@ -5,12 +5,11 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-from frugal.device import Device, probe
+from frugal.device import Device, describe
 
 
 def make_accelerator(run_dir: Path, report_to: list[str], *, timeout_seconds: float) -> Accelerator:
@@ -34,6 +33,4 @@ def make_accelerator(run_dir: Path, report_to: list[str], *, timeout_seconds: fl
 
 def device_of(accelerator: Accelerator) -> Device:
     """The device this process computes on; accelerate has made it the current one."""
-    if accelerator.device.type == "cuda":
-        return probe()
-    return Device("cpu", 0, "CPU", psutil.virtual_memory().total, None, has_bf16=False)
+    return describe("cuda" if accelerator.device.type == "cuda" else "cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from frugal.decision import Decision
 from frugal.device import Device, DtypeChoice, probe, resolve_dtype
 from frugal.manifest import versions
-from frugal.ops import Choice
-from frugal.ops.choice import choices
-from frugal.ops.target import COMPILED_FOR, Target, no_tensor_cores, no_triton, target_of
+from frugal.ops.registry import choices
+from frugal.ops.rows import COMPILED_FOR, no_tensor_cores, no_triton
 from frugal.units import gib
 from frugal.verification.judge import Check, Subject
 from frugal.verification.kernel_checks import KERNELS
@@ -32,10 +32,9 @@ class Diagnosis:
     """What `frugal doctor` found out."""
 
     device: Device
-    target: Target
     dtype: DtypeChoice
     versions: dict[str, str]
-    choices: list[Choice]
+    choices: list[Decision[str]]
     checks: list[Check]
     kernels: dict[str, str]
     """What is known of each Triton kernel on this device, and how."""
@@ -51,10 +50,13 @@ class Diagnosis:
         """Plain values."""
         compute = str(self.dtype.compute).removeprefix("torch.")
         return {
-            "device": {**asdict(self.device), "target": self.target.label, "mig": self.target.mig},
+            "device": {**self.device.to_json(), "target": self.device.label, "mig": self.device.mig},
             "dtype": {"compute": compute, "loss_scaling": self.dtype.loss_scaling, "reason": self.dtype.reason},
             "versions": self.versions,
-            "choices": [choice.to_json() for choice in self.choices],
+            "choices": [
+                {"op": one.key, "implementation": one.value, "reason": one.reason, "rejected": dict(one.rejected)}
+                for one in self.choices
+            ],
             "checks": [check.to_json() for check in self.checks],
             "kernels": self.kernels,
             "notes": self.notes,
@@ -68,24 +70,22 @@ def examine() -> Diagnosis:
     (kernels are compiled on first use)."""
     start = time.perf_counter()
     device = probe()
-    target = target_of(device.torch_device)
     dtype = resolve_dtype("auto", device)
     checks = list(run_checks(Subject(device.torch_device, dtype.compute)))
     return Diagnosis(
         device,
-        target,
         dtype,
         versions(),
-        choices(target, dtype.compute),
+        choices(device, dtype.compute),
         checks,
-        evidence(target, dtype.compute, checks),
-        notes(target),
+        evidence(device, dtype.compute, checks),
+        notes(device),
         time.perf_counter() - start,
     )
 
 
-def evidence(target: Target, dtype: torch.dtype, checks: list[Check]) -> dict[str, str]:
-    """For each Triton kernel, how far it was tried on ``target``. What nobody ran is not called run."""
+def evidence(device: Device, dtype: torch.dtype, checks: list[Check]) -> dict[str, str]:
+    """For each Triton kernel, how far it was tried on ``device``. What nobody ran is not called run."""
     ran: dict[str, bool] = {}
     for check in checks:
         if check.implementation == "triton":
@@ -93,36 +93,36 @@ def evidence(target: Target, dtype: torch.dtype, checks: list[Check]) -> dict[st
             ran[name] = ran.get(name, True) and check.passed
     found = {}
     for name in KERNELS:
-        reason = no_triton(target, dtype)
+        reason = no_triton(device, dtype)
         if reason is None and name == "attention":
-            reason = no_tensor_cores(target)
+            reason = no_tensor_cores(device)
         compiled = COMPILED_FOR if name != "attention" else COMPILED_FOR[1:]
         if name in ran:
             found[name] = "run on this GPU: right" if ran[name] else "run on this GPU: WRONG"
-        elif reason is None and target.label in compiled:
-            found[name] = f"checked in the interpreter, compiles for {target.label}, not run on this GPU"
+        elif reason is None and device.label in compiled:
+            found[name] = f"checked in the interpreter, compiles for {device.label}, not run on this GPU"
         else:
-            why = reason or f"nobody compiled it for {target.label}: look at the checks before you trust it"
+            why = reason or f"nobody compiled it for {device.label}: look at the checks before you trust it"
             span = f"{compiled[0]} to {compiled[-1]}"
             found[name] = f"checked in the interpreter, compiles for {span}; not used here: {why}"
     return found
 
 
-def notes(target: Target) -> list[str]:
+def notes(device: Device) -> list[str]:
     """What a user should know about this device."""
     found = []
-    if target.kind == "cpu" and shutil.which("nvidia-smi") is not None:
+    if device.kind == "cpu" and shutil.which("nvidia-smi") is not None:
         found.append(
             "There is an NVIDIA driver, but torch sees no GPU: a torch build without CUDA, or CUDA_VISIBLE_DEVICES."
         )
-    if target.amd:
+    if device.amd:
         found.append("ROCm is not supported: no kernel of frugal ever ran on an AMD GPU. The torch forms are used.")
-    if target.mig:
+    if device.mig:
         found.append(
             "This is a slice of a GPU (MIG). Kernels run as on the whole one; several processes over slices of one GPU "
             "are not supported: NCCL cannot connect them."
         )
-    if target.kind == "cuda" and torch.cuda.device_count() > 1:
+    if device.kind == "cuda" and torch.cuda.device_count() > 1:
         found.append(f"{torch.cuda.device_count()} GPUs: only number {torch.cuda.current_device()} was looked at.")
     return found
 
@@ -134,7 +134,7 @@ def render(found: Diagnosis) -> Group:
 
 def _parts(found: Diagnosis) -> Iterator[Any]:
     device = found.device
-    yield Text(f"{device.name} ({found.target.label}), {gib(device.total_bytes)}", style="bold")
+    yield Text(f"{device.name} ({device.label}), {gib(device.total_bytes)}", style="bold")
     yield Text(f"computes in {str(found.dtype.compute).removeprefix('torch.')}: {found.dtype.reason}")
     yield Text(", ".join(f"{name} {found.versions[name]}" for name in _SHOWN_VERSIONS if name in found.versions))
     for note in found.notes:
@@ -149,7 +149,7 @@ def _parts(found: Diagnosis) -> Iterator[Any]:
         others = "".join(
             f"\nnot {name}: {why}" for name, why in choice.rejected.items() if not why.startswith("device ")
         )
-        chosen.add_row(choice.op, choice.name, Text(choice.reason).append(others, style="dim"))
+        chosen.add_row(choice.key, choice.value, Text(choice.reason).append(others, style="dim"))
     yield chosen
     checks = Table(title="Values, forward and gradients, against float64", box=box.SIMPLE_HEAD, title_justify="left",
                    pad_edge=False)  # fmt: skip

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from frugal.codecs import dequantize_nf4, quantize_nf4
 from frugal.codecs.nf4_codes import nested_code, nf4_code
+from frugal.device import describe
 from frugal.ops import IGNORE_INDEX, rms_norm_reference, rope_reference
-from frugal.ops.target import no_triton, target_of
+from frugal.ops.rows import no_triton
 from frugal.verification.judge import Measurement, Results, Subject, drawn
 
 KERNELS = ("nf4", "rms_norm", "rope", "gated", "cross_entropy", "adam8bit", "attention")
@@ -22,7 +23,7 @@ KERNELS = ("nf4", "rms_norm", "rope", "gated", "cross_entropy", "adam8bit", "att
 
 def kernel_checks(subject: Subject) -> Iterator[Measurement]:
     """Element-wise and row kernels; attention is checked with the operations, where it has a row of its own."""
-    if no_triton(target_of(subject.device), subject.dtype) is not None:
+    if no_triton(describe(subject.device), subject.dtype) is not None:
         return
     yield Measurement("kernels.nf4", "triton", "bitsandbytes' bits", partial(_nf4, subject.random))
     for name, what, results in (

@@ -30,7 +30,7 @@ from frugal.ops import (
     rope_reference,
 )
 from frugal.ops.adam8bit import adam8bit_
-from frugal.ops.registry import ROWS
+from frugal.ops.rows import ROWS
 from frugal.verification.judge import Measurement, Random, Results, Subject, drawn, with_gradients
 
 _OFFSETS = (0, 97, 98, 300)
@@ -86,13 +86,13 @@ def nf4_checks(subject: Subject) -> Iterator[Measurement]:
 
 def adam8bit_checks(subject: Subject) -> Iterator[Measurement]:
     """Check two updates of the 8-bit optimizer, whose parameters are float32 whatever the compute dtype is."""
-    name = choose("adam8bit", subject.device, torch.float32).name
+    name = choose("adam8bit", subject.device, torch.float32).value
     yield Measurement("adam8bit", name, "2 steps, float32", partial(adam_error, subject.random))
 
 
 def _chosen(subject: Subject, op: str, what: str, results: Callable[[Random], Results]) -> Measurement:
     return Measurement(
-        op, choose(op, subject.device, subject.dtype).name, what, drawn(partial(results, subject.random))
+        op, choose(op, subject.device, subject.dtype).value, what, drawn(partial(results, subject.random))
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection
-from frugal.ops.simulated import SimulatedDevice
+from frugal.device import Device
 from frugal.planning.sharding import Sharing, units_of
 from frugal.planning.simulate import MemorySimulator
 from frugal.planning.simulated_model import Shape
@@ -43,7 +43,7 @@ def planned(base: Path, values: dict[str, Any]) -> MemorySimulator:
         train,
         MemorySection(),
         torch.float32,
-        SimulatedDevice("cpu"),
+        Device("cpu"),
         policy=values["policy"],
         world_size=2,
     )

@@ -13,7 +13,7 @@ from benchmarks.attention_cases import ATTENTION_CASES, KERNELS, attention_wante
 from benchmarks.kernel_cases import DTYPES
 from benchmarks.kernel_metrics import AMD_TARGET, SHARED_LIMIT, TARGETS, target_name
 from benchmarks.kernels_aot import compile_row, faults, wanted
-from frugal.ops.target import COMPILED_FOR, MAX_HEAD_SIZE
+from frugal.ops.rows import COMPILED_FOR, MAX_HEAD_SIZE
 from frugal.ops.tile_table import TILES
 
 MATRIX = json.loads((Path(__file__).parents[2] / "benchmarks/results/kernels_aot.json").read_text(encoding="utf-8"))

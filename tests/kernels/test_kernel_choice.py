@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from frugal.device import Device
 from frugal.errors import UnsupportedError
 from frugal.ops import adam8bit  # noqa: F401  (registers its rows)
-from frugal.ops.choice import choices
-from frugal.ops.registry import choose, resolve
-from frugal.ops.simulated import SimulatedDevice, simulating
-from frugal.ops.target import Target
+from frugal.ops.registry import choices, choose, resolve
+from frugal.ops.simulated import simulating
 
 OPS = ["linear_cross_entropy", "gated_mlp", "rms_norm", "rope", "nf4_rows", "adam8bit"]
-T4, A10 = Target("cuda", (7, 5)), Target("cuda", (8, 6))
+T4, A10 = Device("cuda", capability=(7, 5)), Device("cuda", capability=(8, 6))
 
 pytest.importorskip("triton")
 
@@ -25,24 +24,24 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize("op", OPS)
 def test_by_device(op: str) -> None:
     plain = "bitsandbytes" if op == "adam8bit" else "torch"
-    assert choose(op, "cpu").name == plain
-    assert choose(op, A10, torch.bfloat16).name == "triton"
-    assert choose(op, T4, torch.float16).name == "triton"
+    assert choose(op, "cpu").value == plain
+    assert choose(op, A10, torch.bfloat16).value == "triton"
+    assert choose(op, T4, torch.float16).value == "triton"
     emulated = choose(op, T4, torch.bfloat16)
-    assert emulated.name == plain
+    assert emulated.value == plain
     assert "only emulated" in emulated.rejected["triton"]
     if op != "adam8bit":
         assert "float64" in choose(op, A10, torch.float64).rejected["triton"]
-    assert "ROCm" in choose(op, Target("cuda", None, amd=True), torch.bfloat16).rejected["triton"]
+    assert "ROCm" in choose(op, Device("cuda", amd=True), torch.bfloat16).rejected["triton"]
     with pytest.raises(UnsupportedError, match="triton was asked for"):
         choose(op, "cpu", named="triton")
 
 
 def test_optimizer_steps_are_chosen_for_float32_parameters() -> None:
     """A run that computes in emulated bfloat16 on a T4 still has float32 adapters."""
-    by_op = {choice.op: choice for choice in choices(T4, torch.bfloat16)}
-    assert by_op["rms_norm"].name == "torch"
-    assert by_op["adam8bit"].name == "triton"
+    by_op = {choice.key: choice for choice in choices(T4, torch.bfloat16)}
+    assert by_op["rms_norm"].value == "torch"
+    assert by_op["adam8bit"].value == "triton"
     with pytest.raises(UnsupportedError, match="float64"):
         choose("adam8bit", "cpu", torch.float64)
 
@@ -58,7 +57,7 @@ def test_neither_cpu_nor_fake_tensors_take_a_kernel() -> None:
 def test_a_plan_for_a_gpu_resolves_through_the_same_rows_and_never_calls_a_kernel() -> None:
     for op in OPS:
         plain = resolve(op, torch.zeros(2, 2))[0]
-        with simulating(SimulatedDevice("cuda", (8, 6))):
+        with simulating(Device("cuda", capability=(8, 6))):
             form, decision = resolve(op, torch.empty(2, 2, device="meta", dtype=torch.float32))
         assert decision.value == "triton"
         assert form is plain
@@ -79,9 +78,9 @@ sys.meta_path.insert(0, Hidden())
 assert "triton" not in sys.modules
 import frugal.ops
 from frugal.ops.registry import choose
-from frugal.ops.target import Target
-choice = choose("rms_norm", Target("cuda", (8, 6)), torch.bfloat16)
-assert choice.name == "torch" and "triton is not installed" in choice.rejected["triton"], choice
+from frugal.device import Device
+choice = choose("rms_norm", Device("cuda", capability=(8, 6)), torch.bfloat16)
+assert choice.value == "torch" and "triton is not installed" in choice.rejected["triton"], choice
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

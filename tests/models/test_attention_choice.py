@@ -47,13 +47,13 @@ def test_the_name_reaches_the_operation(tiny_llama_folder: Path, monkeypatch: py
     want = model(ids).logits
     choice = use_attention(model, "sdpa")
     assert choice.value == "frugal"
-    assert choice.by_layer["full"].name == "sdpa"
+    assert choice.by_layer["full"].value == "sdpa"
     assert "asked for by name" in choice.by_layer["full"].reason
     torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=1e-4)
     assert set(asked) == {"sdpa"}
     asked.clear()
     other = load(tiny_llama_folder)
-    assert use_attention(other).by_layer["full"].name == "cpu_flash"
+    assert use_attention(other).by_layer["full"].value == "cpu_flash"
     other(ids)
     assert set(asked) == {None}
 
@@ -73,7 +73,7 @@ def test_both_kinds_of_layers_are_written_down() -> None:
     choice = use_attention(gemma2())
     assert choice.value == "frugal"
     assert set(choice.by_layer) == {"full", "sliding"}
-    assert choice.by_layer["full"].name == "blockwise"
+    assert choice.by_layer["full"].value == "blockwise"
     assert "soft cap" in choice.by_layer["full"].rejected["cpu_flash"]
 
 

@@ -193,9 +193,9 @@ def test_empty_batch_and_wrong_shapes():
 
 
 def test_table_says_what_is_used_and_why():
-    assert choose("attention", "cpu").name == "cpu_flash"
+    assert choose("attention", "cpu").value == "cpu_flash"
     capped = choose("attention", "cpu", softcap=50.0)
-    assert capped.name == "blockwise"
+    assert capped.value == "blockwise"
     assert "soft cap" in capped.rejected["cpu_flash"]
-    assert choose("attention", "cuda", torch.bfloat16).name == "sdpa"
-    assert choose("attention", "cuda", torch.bfloat16, window=4096).name == "blockwise"
+    assert choose("attention", "cuda", torch.bfloat16).value == "sdpa"
+    assert choose("attention", "cuda", torch.bfloat16, window=4096).value == "blockwise"

@@ -10,18 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from frugal.device import Device, describe
 from frugal.errors import UnsupportedError
 from frugal.ops import attention, attention_reference, choose
-from frugal.ops import attention_choice as rules
+from frugal.ops import rows as rules
 from frugal.ops.attention.sdpa import grouped_as_batch, takes_flash
-from frugal.ops.choice import check_attention, choices
-from frugal.ops.registry import ROWS
-from frugal.ops.target import Target, no_triton, target_of
+from frugal.ops.registry import ROWS, check_attention, choices
+from frugal.ops.rows import no_triton
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-T4 = Target("cuda", (7, 5), name="Tesla T4")
-GPUS = [Target("cuda", c) for c in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))]
-CPU = Target("cpu")
+T4 = Device("cuda", capability=(7, 5), name="Tesla T4")
+GPUS = [Device("cuda", capability=c) for c in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))]
+CPU = Device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -33,48 +33,48 @@ def test_cpu_never_chooses_triton() -> None:
     for op in ROWS:
         for dtype in (F32, F16, BF16):
             choice = choose(op, CPU, dtype)
-            assert choice.name not in ("triton", "flash_attn"), choice
-    assert choose("attention", CPU).name == "cpu_flash"
+            assert choice.value not in ("triton", "flash_attn"), choice
+    assert choose("attention", CPU).value == "cpu_flash"
 
 
 def test_t4_has_sdpa_and_cublas_never_triton_attention() -> None:
-    by_op = {choice.op: choice for choice in choices(T4, F16, head_size=128)}
-    assert by_op["matrix products"].name == "cuBLAS"
+    by_op = {choice.key: choice for choice in choices(T4, F16, head_size=128)}
+    assert by_op["matrix products"].value == "cuBLAS"
     assert "no tensor-core path" in by_op["matrix products"].reason
-    assert by_op["attention"].name == "sdpa"
+    assert by_op["attention"].value == "sdpa"
     assert "no tensor-core path in Triton" in by_op["attention"].rejected["triton"]
     assert "compute capability 8.0" in by_op["attention"].rejected["flash_attn"]
-    assert choose("attention", T4, F16, window=512).name == "blockwise"
-    assert choose("attention", T4, F16, softcap=50.0).name == "blockwise"
+    assert choose("attention", T4, F16, window=512).value == "blockwise"
+    assert choose("attention", T4, F16, softcap=50.0).value == "blockwise"
     assert no_triton(T4, F16) is None, "element-wise kernels run on a T4"
     assert "only emulated" in str(no_triton(T4, BF16))
     # Heads of 80 fp16 numbers are 160 bytes, a multiple of 16; of 20 they are not, and all scores would be built
-    assert choose("attention", T4, F16, head_size=80).name == "sdpa"
-    assert choose("attention", T4, F16, head_size=20).name == "blockwise"
+    assert choose("attention", T4, F16, head_size=80).value == "sdpa"
+    assert choose("attention", T4, F16, head_size=20).value == "blockwise"
 
 
 @pytest.mark.parametrize("target", GPUS, ids=lambda t: t.label)
-def test_newer_gpus_have_the_packed_kernel(target: Target) -> None:
+def test_newer_gpus_have_the_packed_kernel(target: Device) -> None:
     for facts in ({}, {"window": 4096}, {"softcap": 50.0}, {"head_size": 80}, {"head_size": 256}, {"documents": 7}):
         choice = choose("attention", target, BF16, **facts)
-        assert choice.name == "triton", choice
+        assert choice.value == "triton", choice
         assert "not installed" in choice.rejected["flash_attn"]
     one = choose("attention", target, BF16, documents=1, head_size=128)
-    assert one.name == "sdpa"
+    assert one.value == "sdpa"
     assert "one document" in one.rejected["triton"]
-    assert choose("attention", target, BF16, documents=1, window=16).name == "triton"
-    assert choose("attention", target, BF16, head_size=288).name == "sdpa"
-    assert choose("attention", target, F32, head_size=256).name == "sdpa"
-    assert choose("attention", target, torch.float64).name == "sdpa"
+    assert choose("attention", target, BF16, documents=1, window=16).value == "triton"
+    assert choose("attention", target, BF16, head_size=288).value == "sdpa"
+    assert choose("attention", target, F32, head_size=256).value == "sdpa"
+    assert choose("attention", target, torch.float64).value == "sdpa"
 
 
 def test_flash_attn_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "flash_attn_missing", lambda: None)
-    assert choose("attention", GPUS[0], BF16, head_size=128, softcap=30.0).name == "flash_attn"
-    assert choose("attention", GPUS[0], BF16, head_size=100).name == "triton"
-    assert choose("attention", GPUS[0], F32, head_size=128).name == "triton"
-    assert choose("attention", T4, F16).name == "sdpa"
-    assert choose("attention", CPU).name == "cpu_flash"
+    assert choose("attention", GPUS[0], BF16, head_size=128, softcap=30.0).value == "flash_attn"
+    assert choose("attention", GPUS[0], BF16, head_size=100).value == "triton"
+    assert choose("attention", GPUS[0], F32, head_size=128).value == "triton"
+    assert choose("attention", T4, F16).value == "sdpa"
+    assert choose("attention", CPU).value == "cpu_flash"
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_flash_attn_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> No
         (T4, "triton", F16, "no tensor-core path"),
         (T4, "flash_attn", F16, "compute capability 8.0"),
         (GPUS[0], "flash_attn", BF16, "not installed"),
-        (Target("cuda", (7, 0)), "triton", F16, "Triton compiles for sm_75"),
-        (Target("cuda", amd=True), "triton", F16, "not supported on ROCm"),
+        (Device("cuda", capability=(7, 0)), "triton", F16, "Triton compiles for sm_75"),
+        (Device("cuda", amd=True), "triton", F16, "not supported on ROCm"),
         (CPU, "flash", F32, "no implementation 'flash'"),
     ],
 )
-def test_a_name_that_cannot_run_is_an_error(target: Target, named: str, dtype: torch.dtype, message: str) -> None:
+def test_a_name_that_cannot_run_is_an_error(target: Device, named: str, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         check_attention(target, dtype, named)
     with pytest.raises(UnsupportedError, match=message):
@@ -97,27 +97,27 @@ def test_a_name_that_cannot_run_is_an_error(target: Target, named: str, dtype: t
 
 
 def test_a_name_is_not_replaced_by_what_is_preferred() -> None:
-    assert choose("attention", GPUS[0], BF16, named="triton", documents=1).name == "triton"
-    assert choose("attention", CPU, named="sdpa").name == "sdpa"
+    assert choose("attention", GPUS[0], BF16, named="triton", documents=1).value == "triton"
+    assert choose("attention", CPU, named="sdpa").value == "sdpa"
     with pytest.raises(UnsupportedError, match=r"no soft cap\. Here cpu_flash|no soft cap\. Here blockwise"):
         choose("attention", CPU, named="sdpa", softcap=50.0)
     check_attention(CPU, F32, "auto")
 
 
 def test_amd_and_slices() -> None:
-    amd = Target("cuda", amd=True, name="AMD Radeon RX 7900 XTX")
+    amd = Device("cuda", amd=True, name="AMD Radeon RX 7900 XTX")
     assert amd.label == "rocm"
-    assert choose("attention", amd, BF16).name == "sdpa"
+    assert choose("attention", amd, BF16).value == "sdpa"
     assert "never ran" in str(no_triton(amd, BF16)) or "no AMD GPU ever ran" in str(no_triton(amd, BF16))
-    assert Target("cuda", (8, 0), name="NVIDIA A100-SXM4-40GB MIG 1g.5gb").mig
-    assert not Target("cuda", (8, 0), name="NVIDIA A100-SXM4-40GB").mig
+    assert Device("cuda", capability=(8, 0), name="NVIDIA A100-SXM4-40GB MIG 1g.5gb").mig
+    assert not Device("cuda", capability=(8, 0), name="NVIDIA A100-SXM4-40GB").mig
 
 
 def test_a_device_that_is_not_here() -> None:
     if not torch.cuda.is_available():
-        assert target_of("cuda").capability is None
-        assert "no CUDA device here" in str(no_triton(target_of("cuda"), BF16))
-    assert target_of("cpu") == CPU
+        assert describe("cuda").capability is None
+        assert "no CUDA device here" in str(no_triton(describe("cuda"), BF16))
+    assert describe("cpu").kind == "cpu"
 
 
 def test_every_choice_says_why_and_why_not() -> None:
@@ -125,12 +125,12 @@ def test_every_choice_says_why_and_why_not() -> None:
         for choice in choices(target, F16):
             assert choice.reason
             assert all(choice.rejected.values())
-            assert set(choice.to_json()) == {"op", "implementation", "reason", "rejected"}
+            assert {"chosen", "why"} <= set(choice.to_json())
 
 
 def test_dora_goes_to_peft() -> None:
-    by_op = {choice.op: choice for choice in choices(CPU, F32, use_dora=True)}
-    assert by_op["lora_linear"].name == "peft"
+    by_op = {choice.key: choice for choice in choices(CPU, F32, use_dora=True)}
+    assert by_op["lora_linear"].value == "peft"
     assert "DoRA" in by_op["lora_linear"].reason
 
 

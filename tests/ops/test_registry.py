@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from frugal.device import Device
 from frugal.ops import Projection, attention, gated_mlp, linear_cross_entropy, lora_linear, registry, rms_norm
-from frugal.ops.registry import ROWS, Implementation, implements, recording, resolve
+from frugal.ops.registry import implements, recording, resolve
 from frugal.ops.rms_norm import _RmsNorm
-from frugal.ops.simulated import SimulatedDevice, simulating
+from frugal.ops.rows import ROWS, Implementation
+from frugal.ops.simulated import simulating
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +82,7 @@ def test_other_threads_count_and_fake_tensors_do_not() -> None:
         worker = threading.Thread(target=lambda: rms_norm(torch.randn(2, 8), None, 1e-6))
         worker.start()
         worker.join()
-        with simulating(SimulatedDevice("cuda", (8, 6))):
+        with simulating(Device("cuda", capability=(8, 6))):
             q = torch.empty(1, 2, 16, 64, device="meta", dtype=torch.bfloat16)
             attention(q, q, q)
     assert ran(record) == {"op rms_norm": "torch"}
@@ -92,7 +94,7 @@ def test_a_changed_row_changes_the_run_and_its_plan(monkeypatch: pytest.MonkeyPa
 
     def planned() -> str:
         monkeypatch.setattr(registry, "_RESOLVED", {})
-        with simulating(SimulatedDevice("cuda", (8, 6))):
+        with simulating(Device("cuda", capability=(8, 6))):
             return resolve("attention", q, window=16, softcap=None, causal=True, head_size=64, documents=2)[1].value
 
     assert planned() == "triton"

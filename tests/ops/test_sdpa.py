@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from frugal.device import Device
 from frugal.memory.meter import LiveBytesMeter
 from frugal.ops import attention, attention_reference, choose, registry
 from frugal.ops.attention.sdpa import (
@@ -23,8 +24,7 @@ from frugal.ops.attention.sdpa import (
     key_heads_at_once,
     sdpa,
 )
-from frugal.ops.simulated import SimulatedDevice, simulating
-from frugal.ops.target import Target
+from frugal.ops.simulated import simulating
 
 WHOLE = [(0, 2, 0, 40)]
 DOCUMENTS = [(0, 1, 0, 13), (0, 1, 13, 40), (1, 2, 0, 40)]
@@ -92,12 +92,12 @@ def test_what_the_kernels_of_a_gpu_are_called_with(
 
 
 def test_which_kernel_serves_which_device() -> None:
-    hopper, turing = Target("cuda", (9, 0)), Target("cuda", (7, 5))
+    hopper, turing = Device("cuda", capability=(9, 0)), Device("cuda", capability=(7, 5))
     assert kernel_for(hopper, torch.bfloat16, 128) is FLASH
     assert kernel_for(hopper, torch.float32, 128) is EFFICIENT
     assert kernel_for(turing, torch.float16, 64) is EFFICIENT
-    assert kernel_for(Target("cpu"), torch.float32, 64) is CPU
-    assert kernel_for(Target("mps"), torch.float32, 64) is None
+    assert kernel_for(Device("cpu"), torch.float32, 64) is CPU
+    assert kernel_for(Device("mps"), torch.float32, 64) is None
 
 
 def test_calls_cover_all_heads_within_the_workspace() -> None:
@@ -127,7 +127,7 @@ def backward_bytes(asked: str, documents: int = 1) -> int:
     tokens = 32_768
     q, k, v = qkv(torch.bfloat16, batch=1, heads=32, kv=8, tokens=tokens, size=128, device="meta")
     offsets = list(range(0, tokens + 1, tokens // documents))
-    with simulating(SimulatedDevice("cuda", (8, 6), asked)):
+    with simulating(Device("cuda", capability=(8, 6)), attention=asked):
         out = attention(q, k, v, cu_seqlens=offsets)
         with LiveBytesMeter(detail=True, device="meta") as meter:
             torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
@@ -143,18 +143,18 @@ def test_what_a_plan_counts_in_backward(monkeypatch: pytest.MonkeyPatch) -> None
     assert backward_bytes("auto", documents=8) == backward_bytes("triton") == max(gradients, 8192 + each_head)
     assert backward_bytes("flash_attn") == gradients + 4 * 4096 + 2 * 8192
     monkeypatch.setattr(registry, "_RESOLVED", {})
-    monkeypatch.setattr("frugal.ops.attention_choice.flash_attn_missing", lambda: None)
+    monkeypatch.setattr("frugal.ops.rows.flash_attn_missing", lambda: None)
     assert backward_bytes("auto") == gradients + one_key_head  # one document: torch's own
     assert backward_bytes("auto", documents=8) == gradients + 4 * 4096 + 2 * 8192
 
 
 def test_flash_attn_is_left_out_for_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frugal.ops.attention_choice.flash_attn_missing", lambda: None)
-    ampere = Target("cuda", (8, 6))
+    monkeypatch.setattr("frugal.ops.rows.flash_attn_missing", lambda: None)
+    ampere = Device("cuda", capability=(8, 6))
     for documents, facts, name in [(1, {}, "sdpa"), (2, {}, "flash_attn"), (1, {"window": 9}, "flash_attn")]:
         chosen = choose("attention", ampere, torch.bfloat16, head_size=128, documents=documents, **facts)
-        assert chosen.name == name
-    assert choose("attention", ampere, torch.bfloat16, head_size=128, named="flash_attn").name == "flash_attn"
+        assert chosen.value == name
+    assert choose("attention", ampere, torch.bfloat16, head_size=128, named="flash_attn").value == "flash_attn"
 
 
 def test_under_autocast_it_computes_in_its_dtype() -> None:

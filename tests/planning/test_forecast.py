@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from frugal.adapters import apply_adapters
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection
 from frugal.data import TokenDataset
+from frugal.device import Device
 from frugal.distributed.strategy import replicated
 from frugal.memory import apply_activation_checkpointing
 from frugal.memory.meter import LiveBytesMeter
@@ -23,7 +24,6 @@ from frugal.models.load import load_base
 from frugal.models.replacement import replace_modules
 from frugal.models.resolve import ResolvedModel
 from frugal.objectives import LossModule, make_objective
-from frugal.ops.simulated import SimulatedDevice
 from frugal.planning.simulate import PHASES, MemorySimulator, Phase, Shape
 from frugal.training import loop
 from frugal.training.evaluate import evaluate_rows
@@ -187,7 +187,7 @@ def simulation(setting: Setting, folder: Path, scratch: Path, *, whole: bool = F
         train_section(setting),
         MemorySection(fused=setting.fused),
         torch.float32,
-        SimulatedDevice("cpu"),
+        Device("cpu"),
         policy=setting.policy,
         whole=whole,
         scratch_dir=str(scratch),

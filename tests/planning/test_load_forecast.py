@@ -11,12 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from frugal.adapters import apply_adapters
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection
+from frugal.device import Device
 from frugal.memory.meter import LiveBytesMeter
 from frugal.models.attention import use_attention
 from frugal.models.load import load_base
 from frugal.models.replacement import replace_modules
 from frugal.models.resolve import ResolvedModel
-from frugal.ops.simulated import SimulatedDevice
 from frugal.planning.simulate import MemorySimulator, load_peak
 
 SIZES: dict[str, Any] = {
@@ -43,7 +43,7 @@ def test_forecast_and_measured_peak_of_a_load(
     AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).save_pretrained(tmp_path)
     sim = MemorySimulator(
         AutoConfig.from_pretrained(tmp_path), ModelSection(base="x", quantize=quantize), LoraSection(r=8),
-        TrainSection(), MemorySection(), torch.float32, SimulatedDevice("cpu"),
+        TrainSection(), MemorySection(), torch.float32, Device("cpu"),
     )  # fmt: skip
     forecast = load_peak(sim)
     with LiveBytesMeter(device="cpu") as meter:

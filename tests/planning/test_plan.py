@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 from frugal.cli.main import app
 from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection, load_config
-from frugal.device import GPUS, find_gpu
+from frugal.device import GPUS, Device, find_gpu
 from frugal.errors import ConfigError, ModelError
-from frugal.ops.simulated import SimulatedDevice
 from frugal.planning import Planner, make_planner
 from frugal.planning.architectures import known_architecture
 from frugal.planning.host import device_allowance, tensor_budget
@@ -36,12 +35,10 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 PATTERN = ["sliding_attention", "sliding_attention", "full_attention"] * 4
-GPU = SimulatedDevice("cuda", (8, 0))
+GPU = Device("cuda", capability=(8, 0))
 
 
-def simulation(
-    family: str, layers: int, *, whole: bool = False, device: SimulatedDevice = GPU, **kw: Any
-) -> MemorySimulator:
+def simulation(family: str, layers: int, *, whole: bool = False, device: Device = GPU, **kw: Any) -> MemorySimulator:
     config = AutoConfig.for_model(family, num_hidden_layers=layers, dtype="bfloat16", **SIZES, **kw.pop("changes", {}))
     train = TrainSection(gradient_accumulation_steps=kw.pop("accumulate", 1), optim=kw.pop("optim", "adamw"))
     compute = torch.float32 if device.kind == "cpu" else torch.bfloat16
@@ -54,7 +51,7 @@ def simulation(
     [
         ("llama", 8, {"policy": "offload", "accumulate": 2}),
         ("llama", 9, {"policy": "none", "optim": "adamw_8bit"}),
-        ("qwen3", 7, {"policy": "recompute", "device": SimulatedDevice("cpu")}),
+        ("qwen3", 7, {"policy": "recompute", "device": Device("cpu")}),
         ("gemma3_text", 12, {"policy": "recompute", "changes": {"sliding_window": 64, "layer_types": PATTERN}}),
         ("gemma2", 9, {"policy": "disk", "quantize": "none"}),
     ],
@@ -92,7 +89,7 @@ QUADRATIC: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"policy": "offload", "packed": True, "documents": 64}),
     ("qwen2", {"policy": "none"}),
     ("qwen3", {"policy": "offload"}),
-    ("qwen3", {"policy": "recompute", "device": SimulatedDevice("cpu")}),
+    ("qwen3", {"policy": "recompute", "device": Device("cpu")}),
     ("gemma2", {"policy": "none", "changes": {"sliding_window": 1024}}),
     ("gemma2", {"policy": "offload", "changes": {"sliding_window": 1024}, "packed": True, "documents": 64}),
     ("gemma3_text", {"policy": "none", "changes": {"sliding_window": 512, "layer_types": PATTERN[:3]}}),

@@ -13,9 +13,9 @@ from frugal.errors import UnsupportedError
 from frugal.files import read_json
 from tests.support import runs
 
-T4 = Device("cuda", 0, "Tesla T4", 16 << 30, (7, 5), has_bf16=False)
-A100 = Device("cuda", 0, "A100", 40 << 30, (8, 0), has_bf16=True)
-CPU = Device("cpu", 0, "CPU", 16 << 30, None, has_bf16=False)
+T4 = Device("cuda", 0, "Tesla T4", 16 << 30, (7, 5))
+A100 = Device("cuda", 0, "A100", 40 << 30, (8, 0))
+CPU = Device("cpu", 0, "CPU", 16 << 30, None)
 
 
 @pytest.mark.parametrize(

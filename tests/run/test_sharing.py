@@ -35,7 +35,8 @@ def config(folder: Path, **distributed: Any) -> Config:
 
 
 def planner(given: Config, folder: Path, **known: Any) -> Planner:
-    device = Planned("test", "cuda", (8, 0), 24 << 30, 64 << 30, DtypeChoice(torch.bfloat16, False, "test"))
+    dtype = DtypeChoice(torch.bfloat16, False, "test")
+    device = Planned("cuda", 0, "test", 24 << 30, (8, 0), host_bytes=64 << 30, dtype=dtype)
     return Planner(given, device, AutoConfig.from_pretrained(folder), **known)
 
 

@@ -14,8 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from frugal.device import Device, DtypeChoice
-from frugal.ops.choice import choices
-from frugal.ops.target import Target
+from frugal.ops.registry import choices
 from frugal.verification import Check, Diagnosis, Subject, examine, judge, operations, run_checks
 from frugal.verification.examine import evidence, notes, render
 
@@ -64,7 +63,7 @@ def test_json_is_the_same_and_plain(found: Diagnosis) -> None:
     assert len(plain["checks"]) == len(found.checks)
     assert {choice["op"] for choice in plain["choices"]} >= {"matrix products", "attention", "rope"}
     assert plain["versions"]["torch"] == torch.__version__
-    assert plain["device"]["target"] == found.target.label
+    assert plain["device"]["target"] == found.device.label
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
@@ -148,38 +147,37 @@ def test_nan_and_other_shapes_are_wrong() -> None:
     assert judge.share_of_allowed(torch.full((3,), 1.1), exact, torch.full((3,), 0.9)) < 1
 
 
-def labels(target: Target, dtype: torch.dtype, ran: dict[str, bool]) -> dict[str, str]:
+def labels(target: Device, dtype: torch.dtype, ran: dict[str, bool]) -> dict[str, str]:
     made = [Check(op, "triton", "", passed, 0.1, 0.0, "run on this GPU") for op, passed in ran.items()]
     return evidence(target, dtype, made)
 
 
 def test_labels_say_no_more_than_what_was_done() -> None:
-    ampere = Target("cuda", (8, 6), name="NVIDIA GeForce RTX 3060")
+    ampere = Device("cuda", capability=(8, 6), name="NVIDIA GeForce RTX 3060")
     found = labels(ampere, torch.bfloat16, {"kernels.rope": True, "kernels.gated": False, "attention": True})
     assert found["rope"] == found["attention"] == "run on this GPU: right"
     assert found["gated"] == "run on this GPU: WRONG"
     assert found["adam8bit"] == "checked in the interpreter, compiles for sm_86, not run on this GPU"
-    t4 = labels(Target("cuda", (7, 5), name="Tesla T4"), torch.float16, {})
+    t4 = labels(Device("cuda", capability=(7, 5), name="Tesla T4"), torch.float16, {})
     assert "compiles for sm_75" in t4["rope"]
     assert "not used here: sm_75 has no tensor-core path" in t4["attention"]
-    other = labels(Target("cuda", (12, 1)), torch.bfloat16, {})
+    other = labels(Device("cuda", capability=(12, 1)), torch.bfloat16, {})
     assert "nobody compiled it for sm_121" in other["rope"]
 
 
 def test_one_wrong_of_several_is_wrong() -> None:
     made = [Check("attention", "triton", what, what != "window", 0.1, 0.0, "run on this GPU")
             for what in ("plain", "window", "cap")]  # fmt: skip
-    found = evidence(Target("cuda", (8, 6)), torch.bfloat16, made)
+    found = evidence(Device("cuda", capability=(8, 6)), torch.bfloat16, made)
     assert found["attention"] == "run on this GPU: WRONG"
 
 
 def test_a_gpu_of_which_something_is_wrong(found: Diagnosis) -> None:
-    target = Target("cuda", (8, 0), name="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
-    device = Device("cuda", 0, target.name, 5 * 2**30, (8, 0), True)
+    device = Device("cuda", 0, "NVIDIA A100-SXM4-40GB MIG 1g.5gb", 5 * 2**30, (8, 0))
     wrong = Check("kernels.rope", "triton", "q and k in place", False, None, 0.1, "run on this GPU", "RuntimeError: x")
-    diagnosis = Diagnosis(device, target, DtypeChoice(torch.bfloat16, False, "it has bfloat16"), found.versions,
-                          choices(target, torch.bfloat16), [wrong], evidence(target, torch.bfloat16, [wrong]),
-                          notes(target), 3.0)  # fmt: skip
+    diagnosis = Diagnosis(device, DtypeChoice(torch.bfloat16, False, "it has bfloat16"), found.versions,
+                          choices(device, torch.bfloat16), [wrong], evidence(device, torch.bfloat16, [wrong]),
+                          notes(device), 3.0)  # fmt: skip
     text = shown(diagnosis, 80)
     assert not diagnosis.passed
     assert "sm_80" in text
@@ -189,7 +187,7 @@ def test_a_gpu_of_which_something_is_wrong(found: Diagnosis) -> None:
 
 
 def test_rocm_is_not_supported() -> None:
-    amd = Target("cuda", amd=True, name="AMD Radeon RX 7900 XTX")
+    amd = Device("cuda", amd=True, name="AMD Radeon RX 7900 XTX")
     assert any("ROCm is not supported" in note for note in notes(amd))
 
 

@@ -26,9 +26,9 @@ from frugal.ops.attention.blockwise import blockwise_backward, blockwise_forward
 from frugal.ops.attention.cpu_flash import cpu_flash_backward, cpu_flash_forward
 from frugal.ops.attention.flash_attn import flash_varlen
 from frugal.ops.attention.sdpa import sdpa
-from frugal.ops.attention.simulated import simulated_attention
+from frugal.ops.attention.simulated import allocate
 from frugal.ops.registry import implements, resolve, simulates
-from frugal.ops.simulated import is_fake, simulated_device, stands_for_cuda
+from frugal.ops.simulated import is_fake, simulated_attention, simulated_device, stands_for_cuda
 
 CuSeqlens: TypeAlias = Tensor | Sequence[int]
 Segment: TypeAlias = tuple[int, int, int, int]  # rows from..to (exclusive), tokens from..to (exclusive)
@@ -193,8 +193,8 @@ def attention(
     scale = 1 / math.sqrt(size) if scale is None else scale
     pieces = segments(batch, tokens, cu_seqlens)
     planned = simulated_device() if stands_for_cuda(q) else None
-    if planned is not None and planned.attention != "auto":
-        implementation = planned.attention
+    if planned is not None and simulated_attention() != "auto":
+        implementation = simulated_attention()
     longest = max((s1 - s0 for _, _, s0, s1 in pieces), default=0)
     if window is not None and causal and window >= longest:
         window = None
@@ -251,7 +251,7 @@ def _apply(q: Tensor, k: Tensor, v: Tensor, s: Settings, *, form: str) -> Tensor
 
 
 def _simulate(q: Tensor, k: Tensor, v: Tensor, s: Settings, *, form: str) -> Tensor:
-    return simulated_attention(form, q, k, v, s.documents)
+    return allocate(form, q, k, v, s.documents)
 
 
 for _form in ("triton", "cpu_flash", "blockwise"):

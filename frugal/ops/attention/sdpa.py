@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from frugal.ops.target import Target, target_of
+from frugal.device import Device, describe
 
 Segment = tuple[int, int, int, int]
 _ATEN = torch.ops.aten
@@ -43,7 +43,7 @@ def head_ranges(kv_heads: int, at_once: int) -> list[tuple[int, int]]:
     return [(lo, min(lo + at_once, kv_heads)) for lo in range(0, kv_heads, at_once)]
 
 
-def takes_flash(target: Target, dtype: torch.dtype, head_size: int) -> bool:
+def takes_flash(target: Device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether torch's flash backend serves a CUDA ``target``."""
     half = dtype in (torch.float16, torch.bfloat16)
     return half and head_size <= 256 and head_size % 8 == 0 and not target.older_than((8, 0))
@@ -131,7 +131,7 @@ EFFICIENT = Kernel(_efficient_forward, _efficient_backward)
 CPU = Kernel(_cpu_forward, _cpu_backward)
 
 
-def kernel_for(target: Target, dtype: torch.dtype, head_size: int) -> Kernel | None:
+def kernel_for(target: Device, dtype: torch.dtype, head_size: int) -> Kernel | None:
     """The kernel that serves ``target``; None where torch's own function is to choose."""
     if target.kind == "cuda":
         return FLASH if takes_flash(target, dtype, head_size) else EFFICIENT
@@ -196,7 +196,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, pieces: list[Segment], scale: float, c
     kind = q.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # as torch's own function does
         q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
-    kernel = kernel_for(target_of(q.device), q.dtype, q.shape[-1])
+    kernel = kernel_for(describe(q.device), q.dtype, q.shape[-1])
     if kernel is None:
         return _torchs_own(q, k, v, pieces, scale, causal)
     out: Tensor = _Sdpa.apply(q, k, v, pieces, kernel, scale, causal)

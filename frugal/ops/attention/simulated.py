@@ -62,7 +62,7 @@ def _one_call(q: Tensor, k: Tensor) -> None:
     del parts, copies, accumulated
 
 
-def simulated_attention(name: str, q: Tensor, k: Tensor, v: Tensor, documents: int) -> Tensor:
+def allocate(name: str, q: Tensor, k: Tensor, v: Tensor, documents: int) -> Tensor:
     """Allocations of the kernel of row ``name`` (flash_attn, triton, sdpa) on the GPU that a plan is for."""
     rows = 0 if name == "flash_attn" else 1 if documents > q.shape[0] else q.shape[0]
     out: Tensor = _Attention.apply(q, k, v, name == "triton", rows)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from frugal.ops.launch import Launch, next_power_of_2, tile
-from frugal.ops.target import attention_size_refusal
+from frugal.ops.rows import attention_size_refusal
 
 Segment = tuple[int, int, int, int]  # rows from..to (exclusive), tokens from..to (exclusive): one document a row
 

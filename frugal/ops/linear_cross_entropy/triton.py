@@ -79,9 +79,10 @@ def cross_entropy_kernel(
             z, slope = cap(x, scale, softcap, SOFTCAP)
             z = tl.where(lane < vocab, z, -float("inf"))
             top = tl.max(z, 0)
-            total = tl.sum(tl.exp(z - top), 0)
             if SMOOTHING:
                 sum_z = tl.sum(tl.where(lane < vocab, z, 0.0), 0)
+            e = tl.exp(z - top)
+            total = tl.sum(e, 0)
         else:
             top = -float("inf")
             total = 0.0
@@ -107,7 +108,7 @@ def cross_entropy_kernel(
             spread = smoothing / vocab
             hit = 1.0 - smoothing
             if ONE_READ:
-                d = tl.exp(z - lse)
+                d = e / total
                 if SMOOTHING:
                     d -= spread
                 d = tl.where(lane == label, d - hit, d) * slope

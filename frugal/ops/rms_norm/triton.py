@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from frugal.ops.launch import Launch, cdiv, next_power_of_2, tile
 from frugal.ops.registry import implements
-from frugal.ops.target import MAX_NORM_COLUMNS
+from frugal.ops.rows import MAX_NORM_COLUMNS
 
 _PROGRAMS = 512  # about what fills a GPU: fewer rows a program below that
 _PARTIAL_SUMS = 256  # rows of partial sums of the weight's gradient, which are written and read again

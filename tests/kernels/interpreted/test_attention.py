@@ -14,7 +14,7 @@ from frugal.ops import attention, attention_reference
 from frugal.ops.attention import segments
 from frugal.ops.attention.triton import prepare_attention, tile_list
 from frugal.ops.attention.triton_backward import prepare_attention_dkdv, prepare_attention_dq
-from frugal.ops.target import COMPILED_FOR, MAX_HEAD_SIZE
+from frugal.ops.rows import COMPILED_FOR, MAX_HEAD_SIZE
 from tests.kernels.support import checked, close_to_exact, sparse_empty
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
