@@ -92,6 +92,8 @@ class SourceSection(Section):
     """Configuration name of a `datasets` hub id."""
     columns: Table[Text] = Field(default_factory=dict)
     """Names of columns in your file for the format's own names, for example {prompt: question, completion: answer}."""
+    ignore_columns: Names = Field(default_factory=list)
+    """Columns left out though their name means something, for example a `label` that names a topic."""
     max_rows: Whole | None = Field(default=None, ge=1)
     """Take only the first rows."""
 

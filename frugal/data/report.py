@@ -37,6 +37,8 @@ class SourceCount:
     weight: float = 1.0
     roles: dict[str, str] = field(default_factory=dict)
     """Words for roles in the file and the role each became."""
+    ignored: dict[str, int] = field(default_factory=dict)
+    """Columns that nobody reads, and rows that have a value there."""
     rows_read: int = 0
     """Rows found, blank lines not counted."""
     rows_good: int = 0

@@ -62,9 +62,9 @@ def test_undecidable_lists_what_was_seen_and_what_is_needed() -> None:
         detect_format([{"question": "x", "answer": "y"}, {"id": 1}], "f.csv")
     said = str(caught.value)
     assert "f.csv: the format cannot be told from the keys of the first rows: question, answer, id." in said
-    assert "alpaca: instruction, output (may have input, system, history)" in said
+    assert "alpaca: instruction, output (may have input, system, history, tools" in said
     assert "prompt_completion: prompt, completion" in said
-    assert "columns: {prompt: your_question, completion: your_answer}" in said
+    assert "columns: {prompt: question, completion: answer}" in said
 
 
 def test_ambiguous_asks() -> None:
@@ -202,7 +202,8 @@ def test_refused(row: dict[str, Any], said: str) -> None:
 
 def test_prompt_completion() -> None:
     got = example({"prompt": " p ", "completion": ""}, "prompt_completion")
-    assert (got.kind, got.prompt, got.completion, got.messages) == ("prompt_completion", " p ", "", [])
+    assert (got.kind, got.prompt, got.completion) == ("prompt_completion", " p ", "")
+    assert [(turn.role, turn.content) for turn in got.messages] == [("user", " p "), ("assistant", "")]
     got = example({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, "prompt_completion")
     assert got.kind == "messages"
     assert [message.train for message in got.messages] == [False, False, False, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from frugal.data.formats.turns import Roles, question_of, text_of, with_system
+from frugal.data.formats.turns import Roles, question_of, row_reasoning, text_of, with_system
 from frugal.data.rows import Example, Message, RowError, kind_of
 
 
@@ -19,5 +19,6 @@ def fill_alpaca(value: dict[str, Any], example: Example, roles: Roles) -> None:
             if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(t, str) for t in pair):
                 raise RowError("`history` has an entry that is not [question, answer]")
             messages += [Message("user", pair[0]), Message("assistant", pair[1])]
-    messages += [Message("user", question_of(value)), Message("assistant", text_of(value, "output"))]
+    answer = Message("assistant", text_of(value, "output"), reasoning_content=row_reasoning(value))
+    messages += [Message("user", question_of(value)), answer]
     example.messages = with_system(messages, value.get("system"))

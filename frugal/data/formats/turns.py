@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from frugal.data.formats.meaning import REASONING, refuse_unused, switch_of
 from frugal.data.rows import Message, Role, RowError, kind_of, shorten
 from frugal.data.sources.strict_json import loads
 
@@ -41,7 +44,6 @@ def role_of(word: Any, turn: str) -> tuple[Role, bool]:
     return _ROLES[known], False
 
 
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 Roles = dict[str, str]
 """Words for roles that were met and what each became, for the report."""
 
@@ -61,6 +63,14 @@ def messages_of(value: Any, key: str, roles: Roles) -> list[Message]:
     if not turns:
         raise RowError(f"`{key}` has no turns")
     return [_message(turn, f"turn {number} of `{key}`", roles) for number, turn in enumerate(turns, start=1)]
+
+
+def row_reasoning(value: dict[str, Any]) -> str | None:
+    """The reasoning that a row of question and answer holds beside the answer; None when there is none."""
+    for key in REASONING:
+        if value.get(key) not in (None, ""):
+            return text_of(value, key)
+    return None
 
 
 def with_system(messages: list[Message], system: Any) -> list[Message]:
@@ -106,20 +116,32 @@ def _message(turn: Any, where: str, roles: Roles) -> Message:
         raise RowError("a turn has no role", f"{where}; it has: {key_list(turn)}")
     role, is_call = role_of(word, where)
     roles.setdefault(word, f"{role} (tool call)" if is_call else role)
+    refuse_unused(turn, REASONING, where)
     content = turn.get("content") if turn.get("content") is not None else turn.get("value")
+    train = switch_of(turn, "a turn", where)
     if is_call:
-        return Message(role, None, tool_calls=tool_calls_of(content, where), train=_train_switch(turn, where))
-    calls = _calls(turn, where)
-    if calls is not None and role != "assistant":
-        raise RowError("tool calls in a turn that is not the assistant's", where)
+        return Message(role, None, tool_calls=tool_calls_of(content, where), train=train)
+    parts = _Parts()
+    if isinstance(content, (list, tuple)):
+        parts.read(content, where)
+        content = "".join(parts.texts) if parts.texts or not parts.calls else None
+    calls = _calls(turn, where) or parts.calls or None
+    reasoning = _reasoning(turn, where)
+    if parts.reasoning:
+        if reasoning:
+            raise RowError("reasoning is given twice: as a key and as a part", where)
+        reasoning = "".join(parts.reasoning)
+    if role != "assistant" and (calls is not None or parts.reasoning):
+        what = "tool calls" if calls is not None else "reasoning"
+        raise RowError(f"{what} in a turn that is not the assistant's", where)
     return Message(
         role=role,
         content=_content(content, has_calls=calls is not None, where=where),
         tool_calls=calls,
-        reasoning_content=_reasoning(turn, where) if role == "assistant" else None,
+        reasoning_content=reasoning if role == "assistant" else None,
         name=_optional_text(turn, "name", where),
         tool_call_id=_optional_text(turn, "tool_call_id", where),
-        train=_train_switch(turn, where),
+        train=train,
     )
 
 
@@ -133,31 +155,54 @@ def _calls(turn: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
 
 
 def _content(content: Any, *, has_calls: bool, where: str) -> str | None:
-    """A turn's text. Text parts `{"type": "text", "text": ...}` are joined without anything between."""
+    """A turn's text."""
     if isinstance(content, str):
         return content
     if content is None:
         if has_calls:
             return None
         raise RowError("content is null or missing without tool calls", where)
-    if isinstance(content, (list, tuple)):
-        return "".join(_part(part, where) for part in content)
     what = "NaN" if isinstance(content, float) and math.isnan(content) else kind_of(content)
     raise RowError(f"content is {what}, not a text", where)
 
 
-def _part(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else None
-    detail = f"{where}, part of type {shorten(kind)}" if isinstance(kind, str) else where
-    raise RowError('content has a part that is not {"type": "text", "text": "..."}', detail)
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_REASONING_PARTS = ("reasoning", "thinking", "reasoning_content")
+_CALL_PARTS = ("tool_call", "tool_calls", "function_call")
+_PART_VALUES = ("text", "value", "content")
+"""Keys that hold what a part says, beside one that is named like its type."""
+
+
+@dataclass
+class _Parts:
+    """Typed parts of one turn, by kind; texts are joined without anything between."""
+
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def read(self, parts: Sequence[Any], where: str) -> None:
+        for part in parts:
+            if isinstance(part, str):
+                self.texts.append(part)
+                continue
+            kind = part.get("type") or "text" if isinstance(part, dict) else None
+            if not isinstance(kind, str) or kind not in (*_TEXT_PARTS, *_REASONING_PARTS, *_CALL_PARTS):
+                detail = f"{where}, part of type {shorten(kind)}" if isinstance(kind, str) else where
+                raise RowError('content has a part that is not {"type": "text", "text": "..."}', detail)
+            keys = tuple(dict.fromkeys((*_PART_VALUES, kind))) + (("function",) if kind in _CALL_PARTS else ())
+            given = [part[key] for key in keys if part.get(key) is not None]
+            if kind in _CALL_PARTS and given:
+                self.calls += tool_calls_of(given[0], where)
+            elif len(given) == 1 and isinstance(given[0], str):
+                (self.texts if kind in _TEXT_PARTS else self.reasoning).append(given[0])
+            else:
+                detail = f"{where}, type {shorten(kind)}; its keys: {key_list(part)}"
+                raise RowError('content has a part that is not {"type": "text", "text": "..."}', detail)
 
 
 def _reasoning(turn: dict[str, Any], where: str) -> str | None:
-    for key in _REASONING_KEYS:
+    for key in REASONING:
         text = _optional_text(turn, key, where)
         if text is not None:
             return text
@@ -169,18 +214,6 @@ def _optional_text(turn: dict[str, Any], key: str, where: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
     raise RowError(f"`{key}` of a turn is {kind_of(value)}, not a text", where)
-
-
-def _train_switch(turn: dict[str, Any], where: str) -> bool | None:
-    """The turn's own switch: `train: true/false`, or `weight: 0/1` as OpenAI has it."""
-    for key in ("train", "weight"):
-        value = turn.get(key)
-        if value is None:
-            continue
-        if isinstance(value, (bool, int, float)) and value in (0, 1):
-            return bool(value)
-        raise RowError(f"`{key}` of a turn is neither 0/1 nor true/false", where)
-    return None
 
 
 def key_list(row: dict[str, Any], limit: int = 12) -> str:

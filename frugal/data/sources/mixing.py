@@ -14,10 +14,18 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from frugal.config import DataSection, SourceSection
-from frugal.data.formats import apply_columns, check_columns, convert, detect_format, wrong_format_advice
+from frugal.data.formats import (
+    RowOff,
+    apply_columns,
+    check_columns,
+    convert,
+    detect_format,
+    known_columns,
+    wrong_format_advice,
+)
 from frugal.data.report import DataReport, SourceCount
 from frugal.data.rows import BadRow, Example, RawRow, RowError
 from frugal.data.sources.read import read_rows
@@ -42,25 +50,33 @@ class _Loaded:
 
 @dataclass(slots=True)
 class _Faults:
-    """Faults of all sources, the first ones in words."""
+    """Faults of all sources, the first ones in words, each once with the number of its rows."""
 
-    shown: list[str] = field(default_factory=list)
+    shown: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
+    """(file, fault) -> (`file:line` of the first row, rows)."""
     rows: int = 0
     fatal: bool = False
 
     def add(self, file: str, line: int, fault: RowError) -> None:
         self.rows += 1
-        if len(self.shown) < _SHOWN_FAULTS:
-            self.shown.append(f"{file}:{line}: {fault}")
+        key = (file, str(fault))
+        if key in self.shown or len(self.shown) < _SHOWN_FAULTS:
+            first, rows = self.shown.get(key, (f"{file}:{line}", 0))
+            self.shown[key] = (first, rows + 1)
 
     def include(self, other: _Faults) -> None:
         self.rows += other.rows
         self.fatal = self.fatal or other.fatal
-        self.shown += other.shown[: _SHOWN_FAULTS - len(self.shown)]
+        for key, told in other.shown.items():
+            if len(self.shown) < _SHOWN_FAULTS:
+                self.shown.setdefault(key, told)
 
     def lines(self) -> str:
-        more = f"\nand {self.rows - len(self.shown):,} more" if self.rows > len(self.shown) else ""
-        return "\n".join(self.shown) + more
+        lines = []
+        for (_, fault), (first, rows) in self.shown.items():
+            lines.append(f"{first}: {fault}" + (f" [{rows:,} rows like this]" if rows > 1 else ""))
+        left = self.rows - sum(rows for _, rows in self.shown.values())
+        return "\n".join([*lines, f"and {left:,} more"] if left else lines)
 
     def message(self, rows_read: int) -> str:
         if self.fatal:
@@ -131,7 +147,17 @@ def _load_one(source: SourceSection, on_bad_row: OnBadRow, part: str, report: Da
     head = list(itertools.islice(rows, _LOOK_AT_ROWS))
     raw = [row.value for row in head if isinstance(row, RawRow)]
     check_columns(source.columns, raw, source.format, source.path)
-    sample = [apply_columns(row, source.columns) for row in raw]
+    columns = source.columns
+    if not columns and source.format == "auto":
+        columns = known_columns([apply_columns(row, {}, source.ignore_columns) for row in raw])
+        if columns:
+            told = ", ".join(f"{name}: {column}" for name, column in columns.items())
+            report.note(f"{source.path}: read with `columns: {{{told}}}`")
+
+    def own(row: dict[str, Any]) -> dict[str, Any]:
+        return apply_columns(row, columns, source.ignore_columns)
+
+    sample = [own(row) for row in raw]
     count = SourceCount(source.path, part, "", source.weight)
     report.sources.append(count)
     loaded = _Loaded(source, count)
@@ -151,9 +177,11 @@ def _load_one(source: SourceSection, on_bad_row: OnBadRow, part: str, report: Da
         if isinstance(row, RawRow):
             try:
                 if not count.format:  # the first rows were all unreadable: the first good one decides
-                    count.format = detect_format([apply_columns(row.value, source.columns)], source.path)
-                renamed = RawRow(apply_columns(row.value, source.columns), row.file, row.line)
-                example = convert(renamed, count.format, count.roles)
+                    count.format = detect_format([own(row.value)], source.path)
+                renamed = RawRow(own(row.value), row.file, row.line)
+                example = convert(renamed, count.format, count.roles, count.ignored)
+            except RowOff:
+                report.drop("the row switches its own training off", f"{row.file}:{row.line}", part=part)
             except RowError as found:
                 fault = found
             else:
@@ -166,10 +194,13 @@ def _load_one(source: SourceSection, on_bad_row: OnBadRow, part: str, report: Da
         if on_bad_row == "drop":
             report.drop(fault.reason, f"{row.file}:{row.line}", part=part, detail=fault.detail)
     count.rows_good = len(loaded.examples)
+    if count.ignored:
+        told = ", ".join(f"{name} ({rows:,})" for name, rows in count.ignored.items())
+        report.note(f"columns of {source.path} that are not used (rows): {told}")
     for name, (times, first) in placeholders.items():
         plural = "row contains" if times == 1 else "rows contain"
         report.note(f"{times} {plural} {{{{{name}}}}} (first: {first}): fill it in before training")
-    if not loaded.examples and on_bad_row == "drop" and not faults.fatal:
+    if not loaded.examples and on_bad_row == "drop" and faults.rows and not faults.fatal:
         more = f"\n{advice}" if advice else ""
         raise DataError(f"{source.path}: none of {faults.rows:,} rows can be used.\n{faults.lines()}{more}")
     return loaded, faults
