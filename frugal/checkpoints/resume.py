@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,24 @@ def data_fingerprint(rows: TokenDataset) -> str:
     return digest.hexdigest()
 
 
-def run_identity(config: dict[str, Any], plan: dict[str, Any], data_fingerprint: str) -> dict[str, Any]:
+def run_identity(
+    config: dict[str, Any], plan: dict[str, Any], data_fingerprint: str, *, clock: str | None = None
+) -> dict[str, Any]:
     """What a checkpoint keeps of its run (the resolved configuration, the plan's steps, the rows), and `check_config`
-    and `check_plan` compare."""
+    and `check_plan` compare. ``clock``: the time in its rows, for a template that prints it (`run_clock`)."""
     return {
         "config": config,
         "config_sha256": config_hash(config),
         "plan": plan,
         "data_fingerprint": data_fingerprint,
+        "clock": clock,
     }
+
+
+def run_clock(state: dict[str, Any] | None) -> datetime:
+    """The time for templates that print it: the checkpoint's, so that its rows are made again, else now."""
+    saved = state.get("clock") if state is not None else None
+    return datetime.fromisoformat(saved) if saved else datetime.now().replace(microsecond=0)
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -55,7 +55,9 @@ def cache_key(examples: Sequence[Example], row_encoder: RowEncoder, data: DataSe
 
     add([_code_digest(), version("tokenizers"), version("jinja2")])
     add(asdict(row_encoder.encoder.state))
-    add(row_encoder.renderer.template.source if row_encoder.renderer is not None else None)
+    renderer = row_encoder.renderer
+    add(renderer.template.source if renderer is not None else None)
+    add(renderer.dated if renderer is not None else [])  # another day, other rows, where the template prints the date
     add([row_encoder.train_on, row_encoder.system_prompt, data.max_length, data.on_overflow, data.packing])
     for example in examples:
         content = asdict(example)

@@ -119,6 +119,8 @@ class Fitted:
     """(ids, trained) of each document that goes to training."""
     cut_tokens: int = 0
     """Tokens that truncation took away."""
+    tail_tokens: int = 0
+    """Tokens of pieces that hold no target (a tail of one token has nothing before it to be predicted from)."""
     too_long: bool = False
     """The row was longer than allowed."""
     empty: bool = False
@@ -149,6 +151,8 @@ def fit(ids: np.ndarray, trained: np.ndarray, max_length: int, on_overflow: Over
         mask[0] = False
     result.pieces = [(piece, mask) for piece, mask in pieces if mask.any()]
     result.empty = not result.pieces
+    if not result.empty:  # a row without any piece is counted as a whole
+        result.tail_tokens = sum(len(piece) for piece, mask in pieces if not mask.any())
     result.empty_by_length = result.empty and bool(trained.any()) and result.too_long
     return result
 
@@ -216,6 +220,7 @@ class DatasetCounts:
     truncated_tokens: int = 0
     split_rows: int = 0
     split_pieces: int = 0
+    tail_tokens: int = 0
     literal_rows: int = 0
     literal_first: int = 0
     documents: int = 0
@@ -276,6 +281,7 @@ def build_dataset(
         elif fitted.too_long:
             count.split_rows += 1
             count.split_pieces += len(fitted.pieces)
+        count.tail_tokens += fitted.tail_tokens
         if row.literals:
             count.literal_first = count.literal_first if count.literal_rows else index
             count.literal_rows += 1
@@ -286,12 +292,30 @@ def build_dataset(
             origins.append(index)
     dataset = TokenDataset.from_documents(ids, trained, origins)
     count.documents = len(dataset)
+    check_balance(count, dataset)
     if data.packing and len(dataset):
         lengths = dataset.lengths
         groups = pack(lengths, data.max_length)
         count.fill = fill_rate(lengths, len(groups), data.max_length)
         dataset = dataset.grouped(groups)
     return dataset, count
+
+
+def check_balance(count: DatasetCounts, dataset: TokenDataset) -> None:
+    """Raise DataError unless what came in is what goes out plus what was counted as left out, in rows and in tokens.
+
+    Checked on every run: a row or token that vanishes uncounted is a fault of frugal, and training goes no further.
+    """
+    lost = count.losses.values()
+    rows = (count.rows, len(set(dataset.origins.tolist())) + sum(loss.rows for loss in lost))
+    left_out = count.truncated_tokens + count.tail_tokens + sum(loss.tokens for loss in lost)
+    tokens = (count.tokens_in, dataset.tokens + left_out)
+    for name, (came, told) in (("rows", rows), ("tokens", tokens)):
+        if came != told:
+            raise DataError(
+                f"data preparation lost count: {came:,} {name} came in, {told:,} are in the rows or counted as left "
+                "out. This is a fault of frugal; please report it with the data report."
+            )
 
 
 def report_counts(
@@ -310,6 +334,8 @@ def report_counts(
     report.set(part, tokens_trained=int(np.count_nonzero(dataset.trained)))
     if count.truncated_rows:
         report.set(part, rows_truncated=count.truncated_rows, tokens_truncated=count.truncated_tokens)
+    if count.tail_tokens:
+        report.set(part, tokens_in_tails=count.tail_tokens)
     if count.split_rows:
         report.note(f"{part}: {count.split_rows:,} long texts were split into {count.split_pieces:,} rows")
     if data.packing:

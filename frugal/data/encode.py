@@ -4,7 +4,9 @@ What is trained, by kind of row:
 
 * conversations: the answers with their end-of-turn tokens (`train_on: assistant`), only the last answer (`last`), or
   every token (`all`); a turn's own switch wins. Role headers, users, system text and tools are never trained otherwise;
-* prompt and completion: the two texts joined as they are, the end token after them; the completion and the end token;
+* prompt and completion: turns of a user and the assistant where there is a chat template, because chat asks so; without
+  one, or where the prompt spells the template's tokens itself, the two texts joined as they are and the end token; the
+  completion and the end token;
 * text: every token and the end token.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 import numpy as np
@@ -129,9 +132,11 @@ class RowEncoder:
             row.trained[0] = False  # nothing stands before it to predict it from
 
     def _job(self, example: Example) -> _Job:
-        if example.kind == "messages":
+        if example.kind == "messages" or self.as_turns(example):
             return self._guarded(example, example.messages)
         if example.kind == "prompt_completion":
+            if example.tools or len(example.messages) > 2 or any(m.reasoning_content for m in example.messages):
+                return _Job("", [], [], [], _empty_row("system text, tools or reasoning need a chat template"))
             text, begin = example.prompt + example.completion, len(example.prompt)
             spans = [(0, len(text))] if self.train_on == "all" else [(begin, len(text))]
             row = _empty_row()
@@ -146,6 +151,13 @@ class RowEncoder:
             "shows them. "
             "Train on the chosen answers alone with `format: messages`, or use TRL's DPOTrainer on `frugal.load(...)`."
         )
+
+    def as_turns(self, example: Example) -> bool:
+        """Whether a row of prompt and completion becomes turns of the chat template: yes where there is one, unless its
+        prompt is rendered already."""
+        if example.kind != "prompt_completion" or self.renderer is None:
+            return False
+        return self.renderer.control_pattern.search(example.prompt) is None
 
     def _guarded(self, example: Example, messages: Sequence[Message]) -> _Job:
         """The job of a conversation; what the template refuses becomes the row's fault."""
@@ -169,6 +181,8 @@ class RowEncoder:
         turns, known_tools = renderer.turns(messages, tools)
         shift = len(turns) - len(messages)  # tools written as text may add a system turn
         switches = {index + shift: message.train for index, message in enumerate(messages) if message.train is not None}
+        if switches.pop(-1, False):  # system text that became a part of the user's turn
+            raise TemplateRefused("the row trains its system turn, and the template has none")
         others = frozenset(
             index
             for index, on in switches.items()
@@ -231,10 +245,12 @@ def _without(length: int, removed: list[tuple[int, int]]) -> list[tuple[int, int
     return [*spans, (at, length)]
 
 
-def chat_renderer(tokenizer: Any, chat_template: str | None, *, all_alpaca: bool = False) -> ChatRenderer:
-    """The renderer for a tokenizer and `data.chat_template`."""
+def chat_renderer(
+    tokenizer: Any, chat_template: str | None, *, all_alpaca: bool = False, clock: datetime | None = None
+) -> ChatRenderer:
+    """The renderer for a tokenizer and `data.chat_template`; ``clock`` is the time that it prints, None: now."""
     chosen = choose_template(chat_template, tokenizer, all_alpaca=all_alpaca)
-    return ChatRenderer(chosen.source, chosen.name, *special_tokens_of(tokenizer))
+    return ChatRenderer(chosen.source, chosen.name, *special_tokens_of(tokenizer), clock=clock)
 
 
 def encode_prompt(
@@ -244,6 +260,7 @@ def encode_prompt(
     *,
     chat_template: str | None = None,
     system_prompt: str | None = None,
+    clock: datetime | None = None,
 ) -> list[int]:
     """Ids of a conversation that waits for an answer: a prefix of the ids that training makes of it with its answer.
 
@@ -251,7 +268,7 @@ def encode_prompt(
         DataError: the template refuses the conversation, or it has lone surrogates (undecodable bytes of a terminal).
         ConfigError: there is no template.
     """
-    renderer = chat_renderer(tokenizer, chat_template)
+    renderer = chat_renderer(tokenizer, chat_template, clock=clock)
     try:
         turns, known_tools = renderer.turns(with_system(messages, system_prompt), tools)
         text = renderer.text(turns, known_tools, prompt=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,8 @@ import numpy as np
 from frugal.config import DataSection
 from frugal.data import cache
 from frugal.data.answer_ends import TemplateReport, template_report, untrained_warning
-from frugal.data.chat.templates import portable
+from frugal.data.chat.sandbox import TemplateLimit
+from frugal.data.chat.templates import PLAIN, portable
 from frugal.data.dataset import DatasetCounts, TokenDataset, build_dataset, report_counts, where
 from frugal.data.encode import EncodedRow, RowEncoder, chat_renderer
 from frugal.data.report import DataReport
@@ -24,6 +26,8 @@ from frugal.data.tokenizer import TextEncoder
 from frugal.errors import DataError, UnsupportedError
 
 Say = Callable[[str], None]
+_LOOK_AT = 1000
+"""Documents among which one is looked for."""
 _CHUNK = 256
 """Examples tokenised together."""
 
@@ -42,6 +46,10 @@ class PreparedData:
     eval_sources: list[str] = field(default_factory=list)
     chat_template: str | None = None
     """Jinja text that conversations were rendered with; None when no row is one. It must travel with the adapter."""
+    clock: str | None = None
+    """Time that the template printed, in ISO's form; None where it prints none. Goes into manifest and checkpoints."""
+    sample: tuple[Example, list[int]] | None = None
+    """A trained conversation (or pair of texts) and its ids, to compare with what is asked later."""
     cache_hits: int = 0
     """Parts (train, eval) that came from the cache."""
 
@@ -63,6 +71,7 @@ def build(
     cache_dir: Path | None = None,
     zero_rows: Collection[int] = (),
     say: Say | None = None,
+    clock: datetime | None = None,
 ) -> PreparedData:
     """Prepare the data of a run.
 
@@ -74,6 +83,7 @@ def build(
         cache_dir: where tokenised data are kept; None: the user's cache folder. Unused when `data.cache` is false.
         zero_rows: ids whose embedding row is all zero, for the warning about tokens that were never trained.
         say: takes one-line messages for the user (the same lines are notes of the report).
+        clock: the time for chat templates that print it; a run keeps one for its whole life. None: now.
 
     Raises:
         DataError: data that cannot be read or rendered, ids outside the table, or no row left to train on.
@@ -91,6 +101,7 @@ def build(
         cache_dir=cache_dir,
         zero_rows=zero_rows,
         say=say,
+        clock=clock,
     )
 
 
@@ -105,11 +116,12 @@ def build_from(
     cache_dir: Path | None = None,
     zero_rows: Collection[int] = (),
     say: Say | None = None,
+    clock: datetime | None = None,
 ) -> PreparedData:
     """`build` for examples that were read already; arguments and errors are the same."""
     train = keep_apart(train, held_out, report)
     refuse_preference([*train, *held_out])
-    row_encoder = make_encoder(data, tokenizer, [*train, *held_out], report)
+    row_encoder = make_encoder(data, tokenizer, [*train, *held_out], report, clock=clock)
     hits = 0
     sets: list[tuple[TokenDataset, DatasetCounts]] = []
     parts: tuple[tuple[Literal["train", "eval"], list[Example]], ...] = (("train", train), ("eval", held_out))
@@ -136,26 +148,97 @@ def build_from(
         train_sources=[where(example) for example in train],
         eval_sources=[where(example) for example in held_out],
         chat_template=portable(row_encoder.renderer.template.source) if row_encoder.renderer is not None else None,
+        clock=_printed_clock(row_encoder),
+        sample=_sample(sets[0][0], train, row_encoder),
         cache_hits=hits,
     )
 
 
+def _printed_clock(made: RowEncoder) -> str | None:
+    renderer = made.renderer
+    if renderer is None or renderer.template.clock is None or not renderer.dated:
+        return None
+    return renderer.template.clock.isoformat(timespec="seconds")
+
+
+def _sample(dataset: TokenDataset, examples: Sequence[Example], made: RowEncoder) -> tuple[Example, list[int]] | None:
+    """The first document that ends with an answer, as it is trained. Pairs whose prompt is rendered text are not asked
+    through the template and left out."""
+    for document, origin in enumerate(dataset.origins[:_LOOK_AT]):
+        example = examples[int(origin)]
+        pair = example.kind == "prompt_completion" and (made.renderer is None or made.as_turns(example))
+        if pair or (
+            example.kind == "messages" and len(example.messages) > 1 and example.messages[-1].role == "assistant"
+        ):
+            ids = dataset.input_ids[int(dataset.doc_starts[document]) : int(dataset.doc_starts[document + 1])]
+            return example, [int(token_id) for token_id in ids]
+    return None
+
+
 def make_encoder(
-    data: DataSection, tokenizer: Any, examples: Sequence[Example], report: DataReport, *, keep_text: bool = False
+    data: DataSection,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    report: DataReport,
+    *,
+    keep_text: bool = False,
+    clock: datetime | None = None,
 ) -> RowEncoder:
-    """The row_encoder for these examples; it has a chat template only when a row needs one."""
+    """The row encoder for these examples; it has a chat template only when a row needs one, or when rows of prompt and
+    completion will be asked through one."""
     encoder = TextEncoder.from_tokenizer(tokenizer)
+    kinds = {example.kind for example in examples}
     renderer = None
-    if any(example.kind in ("messages", "preference") for example in examples):
+    asks_with_template = data.chat_template is not None or bool(tokenizer.chat_template)
+    if kinds & {"messages", "preference"} or ("prompt_completion" in kinds and asks_with_template):
         formats = {source.format for source in report.sources if source.format not in ("prompt_completion", "text")}
-        renderer = chat_renderer(tokenizer, data.chat_template, all_alpaca=formats == {"alpaca"})
+        # One time for all rows: a template may print minutes.
+        clock = clock if clock is not None else datetime.now()
+        renderer = chat_renderer(tokenizer, data.chat_template, all_alpaca=formats == {"alpaca"}, clock=clock)
+    made = RowEncoder(encoder, renderer, train_on=data.train_on, system_prompt=data.system_prompt, keep_text=keep_text)
+    with contextlib.suppress(TemplateLimit):  # the first row that is rendered meets it too, and says so
+        _note_forms(made, examples, report)
+    return made
+
+
+def _note_forms(made: RowEncoder, examples: Sequence[Example], report: DataReport) -> None:
+    """Notes about what a template or its absence makes of rows, so that nobody is surprised by what is trained."""
+    renderer = made.renderer
+    if renderer is not None:
         if any(example.tools for example in examples) and not renderer.knows_tools:
             report.note(
-                f"the chat template ({renderer.name}) knows no tools: they are written into the system text, "
-                f"calls as JSON "
-                "in <tool_call></tool_call>"
+                f"the chat template ({renderer.name}) knows no tools: they are written into the system text, calls as "
+                "JSON in <tool_call></tool_call>"
             )
-    return RowEncoder(encoder, renderer, train_on=data.train_on, system_prompt=data.system_prompt, keep_text=keep_text)
+        if not renderer.knows_system and (
+            made.system_prompt is not None
+            or any(example.tools or any(turn.role == "system" for turn in example.messages) for example in examples)
+        ):
+            report.note(
+                f"the chat template ({renderer.name}) has no system turn: system text (data.system_prompt, a row's "
+                "own, tools) stands before the first user's text, in training and when frugal asks"
+            )
+        if renderer.dated and renderer.template.clock is not None:
+            report.note(
+                f"the chat template ({renderer.name}) prints the time: rows hold "
+                f"{renderer.template.clock:%Y-%m-%d %H:%M}, the same for the whole run and its resume"
+            )
+    pairs = [example for example in examples if example.kind == "prompt_completion"]
+    turns = sum(made.as_turns(example) for example in pairs)
+    plain = renderer is not None and renderer.name == PLAIN
+    if turns and not plain:
+        report.note(
+            f"{turns:,} rows of prompt and completion are turns of the chat template, as chat asks; "
+            f"data.chat_template: {PLAIN} joins the texts as they are, in training and when frugal asks"
+        )
+    joined = [example for example in pairs if plain or not made.as_turns(example)]
+    touching = [one for one in joined if not one.prompt[-1:].isspace() and not one.completion[:1].isspace()]
+    touching = [one for one in touching if one.prompt and one.completion]
+    if touching:
+        report.note(
+            f"{len(touching):,} rows have no white space between prompt and completion (first: {where(touching[0])}): "
+            "the texts are joined as they are"
+        )
 
 
 def refuse_preference(examples: Sequence[Example]) -> None:

@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def preview_rows(
     train, held_out, report = load_train_eval(data, seed=seed)
     if any(example.kind == "preference" for example in [*train, *held_out]):
         return _preference(data, tokenizer, train, report, rows)
+    clock = datetime.now()
     prepared = build_from(
         train,
         held_out,
@@ -95,8 +97,9 @@ def preview_rows(
         vocab_size=vocab_size if vocab_size is not None else sys.maxsize,
         cache_dir=cache_dir,
         zero_rows=zero_rows,
+        clock=clock,
     )
-    row_encoder = make_encoder(data, tokenizer, train, DataReport(sources=report.sources), keep_text=True)
+    row_encoder = make_encoder(data, tokenizer, train, DataReport(sources=report.sources), keep_text=True, clock=clock)
     head = _spread(train, rows)
     shown = [
         _shown(where(example), row, row_encoder, data.max_length if example.kind != "text" else len(row.ids))

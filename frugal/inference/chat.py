@@ -81,7 +81,7 @@ def chat_loop(
             continue
         messages.append({"role": "user", "content": line})
         try:
-            text, stopped = answer(loaded.model, loaded.tokenizer, messages, config, write)
+            text, stopped = answer(loaded.model, loaded.tokenizer, messages, config, write, clock=loaded.clock)
         except FrugalError as error:
             messages.pop()
             write(f"{error}\n")

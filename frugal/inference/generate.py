@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from typing import Any
 
 import torch
@@ -46,11 +47,15 @@ def answering(model: Any) -> Iterator[None]:
             module.training = was
 
 
-def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
-    """Token ids that ask for the next answer; a tokenizer without a chat template continues the last message's text."""
+def prompt_ids(tokenizer: Any, messages: Messages, *, clock: datetime | None = None) -> list[int]:
+    """Token ids that ask for the next answer; a tokenizer without a chat template continues the last message's text.
+
+    ``clock`` is the time for a template that prints it: a run asks with the time that its rows hold. None: now.
+    """
     if getattr(tokenizer, "chat_template", None):
         # As in training: the same rendering, one begin token, the text of special tokens in messages stays text.
-        return encode_prompt(tokenizer, [Message(**message) for message in messages])  # type: ignore[arg-type]
+        turns = [Message(**message) for message in messages]  # type: ignore[arg-type]
+        return encode_prompt(tokenizer, turns, clock=clock)
     return list(tokenizer(messages[-1]["content"])["input_ids"])
 
 
@@ -108,12 +113,14 @@ def answer(
     write: Callable[[str], None] | None = None,
     *,
     together: bool = False,
+    clock: datetime | None = None,
 ) -> tuple[str, bool]:
     """Generate the next answer.
 
     Args:
         write: called with each piece of text as it is generated.
         together: several processes hold a part of the model each and all generate; none stops before the others.
+        clock: as for `prompt_ids`.
 
     Returns:
         The text without special tokens, and whether Ctrl-C cut it short.
@@ -121,7 +128,7 @@ def answer(
     Raises:
         DataError: the conversation leaves no room for an answer.
     """
-    ids = prompt_ids(tokenizer, messages)
+    ids = prompt_ids(tokenizer, messages, clock=clock)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     limit = getattr(base.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and len(ids) >= limit:
@@ -152,6 +159,7 @@ def generate_samples(
     system_prompt: str | None = None,
     use_adapter: bool = True,
     together: bool = False,
+    clock: datetime | None = None,
 ) -> list[str]:
     """Greedy answers, one prompt at a time, and the model as it was before.
 
@@ -161,13 +169,16 @@ def generate_samples(
         model: a PEFT model, or a plain one.
         use_adapter: False answers with the base alone.
         together: as for `answer`.
+        clock: as for `prompt_ids`.
     """
     off = model.disable_adapter() if not use_adapter and hasattr(model, "disable_adapter") else contextlib.nullcontext()
     with off:
         config = generation_config(model, tokenizer, max_new_tokens=max_new_tokens)
         answers = []
         for prompt in prompts:
-            text, stopped = answer(model, tokenizer, as_messages(prompt, system_prompt), config, together=together)
+            text, stopped = answer(
+                model, tokenizer, as_messages(prompt, system_prompt), config, together=together, clock=clock
+            )
             if stopped:
                 raise KeyboardInterrupt
             answers.append(text.strip())

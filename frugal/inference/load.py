@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ class LoadedRun:
     generation: dict[str, Any] = field(default_factory=dict)
     """Content of the run's generation_config.json."""
     warnings: list[str] = field(default_factory=list)
+    clock: datetime | None = None
+    """The time that the run's rows hold where its chat template prints one; questions hold the same."""
 
     def __iter__(self) -> Iterator[Any]:
         """So that ``model, tokenizer = frugal.load(...)`` works."""
@@ -52,7 +55,7 @@ class LoadedRun:
         """The answer to one question, or to a conversation that ends with a question; ``write`` gets each piece."""
         messages = as_messages(prompt, self.system_prompt) if isinstance(prompt, str) else prompt
         config = self.generation_config(max_new_tokens, temperature)
-        text, stopped = answer(self.model, self.tokenizer, messages, config, write)
+        text, stopped = answer(self.model, self.tokenizer, messages, config, write, clock=self.clock)
         if stopped:
             raise KeyboardInterrupt
         return text.strip()
@@ -115,7 +118,7 @@ def load_run(
     if not trainable:
         model.eval()
     system = opened.config.data.system_prompt if opened.config is not None else None
-    return LoadedRun(model, tokenizer, where, system, _generation(opened), warnings)
+    return LoadedRun(model, tokenizer, where, system, _generation(opened), warnings, _clock(opened))
 
 
 def _device(asked: str | None) -> Device:
@@ -154,6 +157,12 @@ def _prepared_tokenizer(config: Config, source: ResolvedModel, trust_remote_code
     if config.data.chat_template is not None:
         tokenizer.chat_template = choose_template(config.data.chat_template, tokenizer).source
     return tokenizer
+
+
+def _clock(run: RunFolder) -> datetime | None:
+    stored = run.manifest.get("data")
+    clock = stored.get("clock") if isinstance(stored, dict) else None
+    return datetime.fromisoformat(clock) if isinstance(clock, str) else None
 
 
 def _generation(run: RunFolder) -> dict[str, Any]:

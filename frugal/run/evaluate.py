@@ -27,7 +27,7 @@ def evaluate(run: str | Path, *, data: str | Path | None = None) -> dict[str, fl
         section = section.model_copy(update={"train": [SourceSection(path=str(data))], "eval": [], "eval_split": 0.0})
     loaded = load_run(run)
     table = loaded.model.get_input_embeddings().weight.shape[0]
-    prepared = build(section, loaded.tokenizer, seed=config.train.seed, vocab_size=table)
+    prepared = build(section, loaded.tokenizer, seed=config.train.seed, vocab_size=table, clock=loaded.clock)
     rows = prepared.train if data is not None else prepared.eval
     if rows is None or len(rows) == 0:
         raise ConfigError(f"{run} was trained without evaluation rows. Name a file: frugal eval {run} --data FILE.")

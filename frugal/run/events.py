@@ -93,7 +93,9 @@ class RunEvents:
         self.warn(*data.template_report.warnings)
         self.manifest.add("config", self.config.model_dump(mode="json"))
         self.manifest.add("plan", plan.as_dict())
-        self.manifest.add("data", {**data.report.to_json(), "template": data.template_report.to_json()})
+        self.manifest.add(
+            "data", {**data.report.to_json(), "clock": data.clock, "template": data.template_report.to_json()}
+        )
         self.manifest.add("base", {"name": base.name, "revision": base.revision})
 
     def resolved(self, machine: Machine, setup: RunSetup, *, base_fingerprint: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,17 @@ def open_tokenizer(config: Config, base: ResolvedModel) -> Any:
     return load_tokenizer(base, add_tokens=settings.add_tokens, trust_remote_code=settings.trust_remote_code)
 
 
-def prepare_data(config: Config, tokenizer: Any, base: ResolvedModel) -> PreparedData:
+def prepare_data(config: Config, tokenizer: Any, base: ResolvedModel, *, clock: datetime | None = None) -> PreparedData:
     """Rows of this run; with several processes rank 0 goes first and fills the cache for the others.
 
     The template that the rows were rendered with becomes the tokenizer's own: it is saved with it, and answers with it.
+    ``clock`` is the time that it prints, the same for the whole run.
     """
     mine: list[PreparedData] = []
 
     def prepare() -> None:
         table = rows_needed(tokenizer, base.config())
-        mine.append(build(config.data, tokenizer, seed=config.train.seed, vocab_size=table))
+        mine.append(build(config.data, tokenizer, seed=config.train.seed, vocab_size=table, clock=clock))
 
     ranks.on_first(prepare)
     if not mine:

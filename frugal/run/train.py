@@ -12,7 +12,7 @@ import torch
 
 from frugal.checkpoints.lock import run_lock
 from frugal.checkpoints.read import load_checkpoint, put_adapter, restore
-from frugal.checkpoints.resume import check_plan, data_fingerprint, run_identity, starting_point
+from frugal.checkpoints.resume import check_plan, data_fingerprint, run_clock, run_identity, starting_point
 from frugal.checkpoints.write import CheckpointWriter, side_files
 from frugal.config import Config, load_config
 from frugal.distributed import group
@@ -26,7 +26,7 @@ from frugal.objectives import LossModule, make_objective
 from frugal.ops.registry import recording
 from frugal.run.events import RunEvents
 from frugal.run.memory import limit_allocator, start_fallback, warm_up
-from frugal.run.samples import Samples
+from frugal.run.samples import Samples, asked_otherwise
 from frugal.run.setup import open_machine, resolve
 from frugal.run.sharing import layer_taker
 from frugal.run.steps import (
@@ -94,8 +94,9 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
 
         base = open_base(config)
         tokenizer = open_tokenizer(config, base)
+        clock = group.on_first(lambda: run_clock(None if checkpoint is None else checkpoint.state))
         with events.phase("data"):
-            data = prepare_data(config, tokenizer, base)
+            data = prepare_data(config, tokenizer, base, clock=clock)
         plan = make_plan(settings, rows=len(data.train), world_size=group.world_size())
         rows_hash = data_fingerprint(data.train)
         if checkpoint is not None:
@@ -103,6 +104,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         grouped = settings.group_by_length and not config.data.packing
         order = StepOrder(data.train.lengths, plan, seed=settings.seed, group_by_length=grouped)
         events.prepared(base, data, plan)
+        events.warn(*asked_otherwise(data, tokenizer, system_prompt=config.data.system_prompt, clock=clock))
 
         with events.phase("plan"):
             setup = resolve(config, machine, base, tokenizer, data, plan, order)
@@ -139,6 +141,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             config.output.sample_prompts,
             max_new_tokens=config.output.sample_max_new_tokens,
             system_prompt=config.data.system_prompt,
+            clock=clock,
         )
         samples.before(strategy, wrapped, model, tokenizer, resumed=state.step > 0)
         group.meet()  # rank 0 answered prompts and read the base for its fingerprint
@@ -160,7 +163,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             model=model,
             optimizer=optimizer,
             output=config.output,
-            identity=run_identity(asked, plan.as_dict(), rows_hash),
+            identity=run_identity(asked, plan.as_dict(), rows_hash, clock=data.clock),
             side_files=side_files(tokenizer, base=base.path, config=config),
             base_fingerprint=fingerprint,
         )

@@ -77,8 +77,8 @@ def test_weights_repeat_rows(tmp_path: Path) -> None:
     one = write_rows(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}])
     two = write_rows(tmp_path / "b.jsonl", [{"prompt": "c", "completion": "d"}])
     settings = DataSection(train=[SourceSection(path=str(one), weight=3), SourceSection(path=str(two))], cache=False)
-    data = build(settings, byte_tokenizer(), seed=0, vocab_size=300)
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(None)
+    data = build(settings, tokenizer, seed=0, vocab_size=300)
     assert [_text(tokenizer, row.input_ids)[:2] for row in data.train] == ["ab", "ab", "ab", "cd"]
     assert data.report.figures["train"] == {
         "rows_in": 4,
@@ -97,18 +97,18 @@ def test_preference_rows_are_refused_with_the_way_out(tmp_path: Path) -> None:
 
 def test_rows_that_the_template_refuses(tmp_path: Path) -> None:
     picky = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% for m in messages %}{% if m.content == 's' %}{{ raise_exception('Not this one') }}"
         "{% endif %}"
         "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     good = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path = write_rows(
-        tmp_path / "r.jsonl", [{"messages": good}, {"messages": [{"role": "system", "content": "s"}, *good]}]
+        tmp_path / "r.jsonl", [{"messages": good}, {"messages": [{"role": "user", "content": "s"}, good[1]]}]
     )
     with pytest.raises(DataError) as refused:
         build(section(path), byte_tokenizer(picky), seed=0, vocab_size=300)
-    assert "r.jsonl:2: the chat template (the tokenizer's own) cannot render it: System role" in str(refused.value)
+    assert "r.jsonl:2: the chat template (the tokenizer's own) cannot render it: Not this one" in str(refused.value)
     assert "on_bad_row: drop" in str(refused.value)
     data = build(section(path, on_bad_row="drop"), byte_tokenizer(picky), seed=0, vocab_size=300)
     assert len(data.train) == 1

@@ -8,13 +8,16 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from frugal.config import SourceSection
 from frugal.data.formats.meaning import MEDIA, VERDICTS
 from frugal.data.report import DataReport
-from frugal.data.rows import Example
+from frugal.data.rows import Example, RawRow
 from frugal.data.sources.mixing import load_examples
+from frugal.data.sources.read_columns import read_parquet
 from frugal.errors import DataError
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -223,3 +226,53 @@ def test_random_mixtures_of_rows_and_keys(tmp_path: Path) -> None:
             continue
         assert [example.line for example in examples] == wanted
         assert report.rows_read() == len(examples) + report.rows_dropped()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ",prompt,completion\n0,a,b\n1,c,d\n",
+        "prompt,completion,\na,b,\nc,d,\n",
+        ",prompt,,completion,\n0,a,,b,\n1,c,x,d,\n",
+        "sep=,\nprompt,completion\na,b\nc,d\n",
+        "sep=;\r\nprompt;completion\r\na;b\r\nc;d\r\n",
+        "prompt,completion,score\na,b,nan\nc,d,NaN\n",
+        "prompt\tcompletion\na\tb\nc\td\n",
+    ],
+)
+def test_tables_as_pandas_and_spreadsheets_write_them(tmp_path: Path, text: str) -> None:
+    """F17."""
+    path = tmp_path / ("rows.tsv" if "\t" in text else "rows.csv")
+    path.write_bytes(text.encode())
+    examples, report = load_examples([SourceSection(path=str(path))], on_bad_row="error", seed=0)
+    assert [(one.prompt, one.completion) for one in examples] == [("a", "b"), ("c", "d")]
+    assert any("column 1 (no name) (2)" in note for note in report.notes) == text.startswith(",")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prompt,completion\na,nan\n", "rows.csv:2: `completion` is NaN, not a text"),
+        ("prompt,\na,b\n", "column 2 (no name)"),
+        ("messages\n\"[{'role': 'user', 'content': 'hi'}]\"\n", "single quotes; JSON needs double quotes"),
+    ],
+)
+def test_cells_that_are_no_text(tmp_path: Path, text: str, said: str) -> None:
+    """F17: a missing value and Python's quotes are faults of the row, and a needed column without a name is told."""
+    path = tmp_path / "rows.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        load_examples([SourceSection(path=str(path))], on_bad_row="error", seed=0)
+    assert said in str(caught.value)
+
+
+def test_bytes_of_pictures_are_not_read(tmp_path: Path) -> None:
+    """F07: a Parquet file with pictures refuses its rows without reading the pictures."""
+    pictures = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+    values = [[{"bytes": b"x" * 100, "path": None}], [], None]
+    table = pa.table({"text": ["a", "b", "c"], "images": pa.array(values, pictures)})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    rows = [row.value for row in read_parquet(tmp_path / "rows.parquet", "rows") if isinstance(row, RawRow)]
+    assert rows == [{"text": "a", "images": [{}]}, {"text": "b", "images": []}, {"text": "c"}]
+    source = SourceSection(path=str(tmp_path / "rows.parquet"))
+    assert [one.text for one in load_examples([source], on_bad_row="drop", seed=0)[0]] == ["b", "c"]

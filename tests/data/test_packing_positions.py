@@ -65,7 +65,7 @@ def test_packing_splits_nothing_and_loses_nothing(seed: int) -> None:
 def test_packed_data_of_a_run(tmp_path) -> None:
     rows = [{"prompt": "a" * size, "completion": "b"} for size in (5, 9, 3, 14, 6)]
     plain = section(write_rows(tmp_path / "rows.jsonl", rows), max_length=16)
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(None)
     loose = build(plain, tokenizer, seed=0, vocab_size=300)
     packed = build(plain.model_copy(update={"packing": True}), tokenizer, seed=0, vocab_size=300)
     assert loose.train.lengths.tolist() == [7, 11, 5, 16, 8]

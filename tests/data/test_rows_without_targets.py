@@ -17,7 +17,7 @@ GOOD = {"prompt": "hi", "completion": " ok"}
 def test_all_rows_too_long_stops_with_count_first_row_and_the_length(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [LONG] * 4)
     with pytest.raises(DataError) as stopped:
-        build(section(rows, max_length=16), byte_tokenizer(), seed=0, vocab_size=300)
+        build(section(rows, max_length=16), byte_tokenizer(None), seed=0, vocab_size=300)
     message = str(stopped.value)
     assert "4 of 4 rows" in message
     assert "rows.jsonl:1" in message
@@ -27,7 +27,7 @@ def test_all_rows_too_long_stops_with_count_first_row_and_the_length(tmp_path: P
 
 def test_some_rows_too_long_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [GOOD, LONG, GOOD, GOOD, LONG, GOOD, GOOD, GOOD])
-    data = build(section(rows, max_length=16), byte_tokenizer(), seed=0, vocab_size=300)
+    data = build(section(rows, max_length=16), byte_tokenizer(None), seed=0, vocab_size=300)
     assert len(data.train) == 6
     assert data.train.num_targets.min() == 4
     (drop,) = data.report.drops
@@ -39,10 +39,10 @@ def test_some_rows_too_long_are_dropped_and_counted(tmp_path: Path) -> None:
 def test_the_policy_can_be_to_stop(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [GOOD, LONG])
     with pytest.raises(DataError, match=r"rows.jsonl:2: nothing left to train after truncation \(1 of 2 rows\)"):
-        build(section(rows, max_length=16, on_empty="error"), byte_tokenizer(), seed=0, vocab_size=300)
+        build(section(rows, max_length=16, on_empty="error"), byte_tokenizer(None), seed=0, vocab_size=300)
     with pytest.raises(DataError, match=r"rows.jsonl:2: longer than data.max_length: 1 of 2 rows"):
-        build(section(rows, max_length=16, on_overflow="error"), byte_tokenizer(), seed=0, vocab_size=300)
-    data = build(section(rows, max_length=16, on_overflow="drop"), byte_tokenizer(), seed=0, vocab_size=300)
+        build(section(rows, max_length=16, on_overflow="error"), byte_tokenizer(None), seed=0, vocab_size=300)
+    data = build(section(rows, max_length=16, on_overflow="drop"), byte_tokenizer(None), seed=0, vocab_size=300)
     assert len(data.train) == 1
 
 

@@ -27,6 +27,7 @@ TEXTS = {
     "a<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nX<|eot_id|><|start_header_id|>user<|end_header_id|>"
     "\n\nb<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nY<|eot_id|>",
     "mistral": "<s>[INST] S\n\na [/INST] X</s>[INST] b [/INST] Y</s>",
+    "plain": "SaX</s>bY</s>",
     "phi3": "<|system|>\nS<|end|>\n<|user|>\na<|end|>\n<|assistant|>\nX<|end|>\n<|user|>\nb<|end|>\n"
     "<|assistant|>\nY<|end|>\n",
     "zephyr": "<|system|>\nS</s>\n<|user|>\na</s>\n<|assistant|>\nX</s>\n<|user|>\nb</s>\n<|assistant|>\nY</s>\n",

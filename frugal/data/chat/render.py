@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
@@ -49,10 +50,16 @@ class ChatRenderer:
     """A compiled template with the tokenizer's special tokens, and facts about it found by rendering probes."""
 
     def __init__(
-        self, source: str, name: str, special_tokens_map: dict[str, Any], special_tokens: Sequence[str]
+        self,
+        source: str,
+        name: str,
+        special_tokens_map: dict[str, Any],
+        special_tokens: Sequence[str],
+        clock: datetime | None = None,
     ) -> None:
-        """``special_tokens``: texts of all special tokens, longest first is not required."""
-        self.template = CompiledTemplate(source, name)
+        """``special_tokens``: texts of all special tokens, longest first is not required. ``clock``: the time that the
+        template prints; None: now."""
+        self.template = CompiledTemplate(source, name, clock)
         self.name = name
         self.special_tokens_map = dict(special_tokens_map)
         self.special_tokens = tuple(special_tokens)
@@ -89,7 +96,8 @@ class ChatRenderer:
     def turns(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None
     ) -> tuple[list[Turn], list[Any] | None]:
-        """Messages as plain dicts without empty keys; tools written as text where the template knows none."""
+        """Messages as plain dicts without empty keys; tools written as text where the template knows none, and system
+        text put before the first user's where it takes none."""
         turns = [self._turn(message) for message in messages]
         if tools and not self.knows_tools:
             lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -99,6 +107,9 @@ class ChatRenderer:
             else:
                 turns.insert(0, {"role": "system", "content": text})
             tools = None
+        if len(turns) > 1 and turns[0]["role"] == "system" and turns[1]["role"] == "user" and not self.knows_system:
+            texts = [turn["content"] for turn in turns[:2] if turn.get("content")]
+            turns[:2] = [{**turns[1], "content": "\n\n".join(texts)}]
         return turns, tools or None
 
     def _turn(self, message: Message) -> Turn:
@@ -181,6 +192,27 @@ class ChatRenderer:
         """True when tool descriptions reach the text."""
         text = self.try_text([{"role": "user", "content": "probe"}], [_PROBE_TOOL])
         return text is not None and "frugal_probe" in text
+
+    @cached_property
+    def knows_system(self) -> bool:
+        """True when the text of a system turn in front of a user's reaches the text."""
+        user: Turn = {"role": "user", "content": "frugal probe"}
+        text = self.try_text([{"role": "system", "content": "frugal-system"}, user], None)
+        # A template that refuses the user alone too says nothing about system turns.
+        return "frugal-system" in text if text is not None else self.try_text([user], None) is None
+
+    @cached_property
+    def dated(self) -> list[str]:
+        """Renderings of probes in which the template printed the time; empty when it prints none."""
+        self.template.reads_clock = False
+        user: Turn = {"role": "user", "content": "probe"}
+        system: Turn = {"role": "system", "content": "probe"}
+        probes = (([user], None), ([system, user], None), ([user], [_PROBE_TOOL]))
+        try:
+            texts = [self.try_text(turns, tools) or "" for turns, tools in probes]
+        except TemplateLimit:
+            return []  # the first row that is rendered meets it too, and says so
+        return texts if self.template.reads_clock else []
 
     @cached_property
     def knows_tool_calls(self) -> bool:

@@ -76,7 +76,6 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _tojson
         self.globals.update(
             raise_exception=_raise_exception,
-            strftime_now=_strftime_now,
             _tick=self.tick,
         )
 
@@ -113,18 +112,19 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
 class CompiledTemplate:
     """One template, compiled once."""
 
-    def __init__(self, source: str, name: str) -> None:
-        """``name`` is for messages. Raises DataError when the text is no Jinja template."""
+    def __init__(self, source: str, name: str, clock: datetime | None = None) -> None:
+        """``name`` is for messages. ``clock``: what `strftime_now` prints; None: the time of each rendering. Raises
+        DataError when the text is no Jinja template."""
         self.source = source
         self.name = name
+        self.clock = clock
+        self.reads_clock = False
+        """A rendering asked for the time."""
         self._environment = _Environment()
+        self._environment.globals["strftime_now"] = self._strftime_now
         try:
             self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as fault:
@@ -133,6 +133,10 @@ class CompiledTemplate:
                 "Correct the template, or set data.chat_template to a named one."
             ) from None
         self.marks_generation = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
+
+    def _strftime_now(self, pattern: str) -> str:
+        self.reads_clock = True
+        return (self.clock or datetime.now()).strftime(pattern)
 
     def render(self, **variables: Any) -> str:
         """The rendered text, generation marks still in it. Raises TemplateRefused with the template's own reason."""

@@ -111,6 +111,17 @@ _ALPACA = (
 {%- if add_generation_prompt -%}{{- '### Response:\\n' -}}{%- endif -%}"""
 )
 
+_PLAIN = """{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}
+{%- else -%}
+{{- message['content'] -}}
+{%- endif -%}
+{%- endfor -%}"""
+
+PLAIN = "plain"
+"""Texts joined as they are: also what prompt/completion rows are without a chat template."""
+
 TEMPLATES: dict[str, NamedTemplate] = {
     "alpaca": NamedTemplate(_ALPACA, (), "### Instruction / ### Response, ends with the tokenizer's end token"),
     "chatml": NamedTemplate(_CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_start|>role ... <|im_end|> (Qwen, SmolLM)"),
@@ -120,6 +131,7 @@ TEMPLATES: dict[str, NamedTemplate] = {
     ),
     "mistral": NamedTemplate(_MISTRAL, (), "[INST] user [/INST] answer, ends with the tokenizer's end token"),
     "phi3": NamedTemplate(_PHI3, ("<|user|>", "<|assistant|>", "<|end|>"), "<|role|> ... <|end|>"),
+    PLAIN: NamedTemplate(_PLAIN, (), "texts joined as they are, ends answers with the tokenizer's end token"),
     "zephyr": NamedTemplate(_ZEPHYR, (), "<|role|> ..., ends with the tokenizer's end token"),
 }
 

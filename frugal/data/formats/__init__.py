@@ -209,7 +209,9 @@ def convert(row: RawRow, format_name: str, roles: Roles, ignored: dict[str, int]
             is not one of the format's.
         RowOff: the row itself says that it is not to be trained.
     """
-    value, spec = row.value, FORMATS[format_name]
+    spec = FORMATS[format_name]
+    # A missing value that nobody needs (NaN in a table) is an absent one.
+    value = {key: one for key, one in row.value.items() if key in spec.needs or one == one}
     used = {*spec.needs, *spec.may_have, *SWITCHES}
     if "tools" in spec.may_have and value.get("tools") in (None, "", "[]", []) and "functions" in value:
         value = {**value, "tools": value["functions"]}  # OpenAI's first name for them

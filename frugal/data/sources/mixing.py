@@ -171,6 +171,7 @@ def _load_one(source: SourceSection, on_bad_row: OnBadRow, part: str, report: Da
         count.format = detect_format(sample, source.path)
     placeholders: dict[str, tuple[int, str]] = {}
     faults = _Faults()
+    off = 0
     for row in itertools.chain(head, rows):
         count.rows_read += 1
         fault = row.fault if isinstance(row, BadRow) else None
@@ -181,6 +182,7 @@ def _load_one(source: SourceSection, on_bad_row: OnBadRow, part: str, report: Da
                 renamed = RawRow(own(row.value), row.file, row.line)
                 example = convert(renamed, count.format, count.roles, count.ignored)
             except RowOff:
+                off += 1
                 report.drop("the row switches its own training off", f"{row.file}:{row.line}", part=part)
             except RowError as found:
                 fault = found
@@ -194,6 +196,8 @@ def _load_one(source: SourceSection, on_bad_row: OnBadRow, part: str, report: Da
         if on_bad_row == "drop":
             report.drop(fault.reason, f"{row.file}:{row.line}", part=part, detail=fault.detail)
     count.rows_good = len(loaded.examples)
+    if count.rows_read != count.rows_good + faults.rows + off:
+        raise DataError(f"{source.path}: rows were lost while reading. This is a fault of frugal; please report it.")
     if count.ignored:
         told = ", ".join(f"{name} ({rows:,})" for name, rows in count.ignored.items())
         report.note(f"columns of {source.path} that are not used (rows): {told}")

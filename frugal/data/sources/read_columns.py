@@ -22,6 +22,7 @@ from frugal.data.sources.strict_json import loads
 from frugal.errors import DataError
 
 _BATCH_ROWS = 1024
+_BATCH_ROWS_OF_BYTES = 16
 Convert = Callable[[Any], Any]
 
 
@@ -37,9 +38,32 @@ def read_parquet(path: Path, file: str) -> Iterator[RawRow | BadRow]:
             opened = pq.ParquetFile(handle)
             if opened.metadata.num_rows == 0:
                 raise DataError(f"{file}: the file has no rows.")
-            yield from rows_of(opened.iter_batches(batch_size=_BATCH_ROWS), file)
+            leaves, has_bytes = _leaves(opened.schema)
+            batch_rows = _BATCH_ROWS if not has_bytes else _BATCH_ROWS_OF_BYTES
+            yield from rows_of(opened.iter_batches(batch_size=batch_rows, columns=leaves), file)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file}: cannot be read as Parquet: {_first_line(error)}") from error
+
+
+def _leaves(schema: pq.ParquetSchema) -> tuple[list[str], bool]:
+    """(leaf columns to read, whether one of them holds bytes).
+
+    Bytes of pictures and sounds beside other fields (`images: list<struct<bytes, path>>`) are not read: no format uses
+    them, and that the value is there is seen from its other fields. Bytes that are a column of their own are read, a
+    few rows at a time.
+    """
+    columns = [schema.column(index) for index in range(len(schema))]
+    holds_bytes = [one.physical_type == "BYTE_ARRAY" and str(one.logical_type.type) == "NONE" for one in columns]
+    siblings: dict[str, int] = {}
+    for one, raw in zip(columns, holds_bytes, strict=True):
+        parent = one.path.rpartition(".")[0]
+        siblings[parent] = siblings.get(parent, 0) + (not raw)
+    leaves = [
+        one.path
+        for one, raw in zip(columns, holds_bytes, strict=True)
+        if not (raw and "." in one.path and siblings[one.path.rpartition(".")[0]])
+    ]
+    return leaves, any(raw and one.path in leaves for one, raw in zip(columns, holds_bytes, strict=True))
 
 
 def rows_of(batches: Iterable[pa.RecordBatch | pa.Table], file: str) -> Iterator[RawRow | BadRow]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
+import math
+import re
 from collections.abc import Iterator
 from typing import BinaryIO
 
 from frugal.data.rows import BadRow, RawRow, RowError, shorten
 from frugal.errors import DataError
+
+_SEPARATOR_LINE = re.compile(r"sep=([,;\t|])[ \t]*(?:\r\n|\n|\r)", re.IGNORECASE)
 
 
 def read_csv(handle: BinaryIO, file: str, separator: str) -> Iterator[RawRow | BadRow]:
@@ -18,13 +22,20 @@ def read_csv(handle: BinaryIO, file: str, separator: str) -> Iterator[RawRow | B
         DataError: empty file, not UTF-8, or a header that names no columns or one twice.
     """
     text = _text(handle.read(), file)
+    named = _SEPARATOR_LINE.match(text)  # a spreadsheet's own line, no row
+    if named is not None:
+        separator = named.group(1)
     records = iter(_records(text, separator))
+    if named is not None:
+        next(records)
     header_line, header, fault = next(records, (1, [], None))
     if fault is not None:
         raise DataError(f"{file}:{header_line}: {fault}")
     if not header:
         raise DataError(f"{file}: the file is empty. The first line names the columns, for example: prompt,completion")
     _check_header(header, f"{file}:{header_line}", separator)
+    # Columns without a name (the index that pandas writes, an empty last column) get a name that says where they are.
+    header = [name if name.strip() else nameless(number) for number, name in enumerate(header, start=1)]
     for line, fields, fault in records:
         if fault is not None:
             yield BadRow(fault, file, line, fatal=True)
@@ -33,7 +44,17 @@ def read_csv(handle: BinaryIO, file: str, separator: str) -> Iterator[RawRow | B
             detail = f"{len(fields)} instead of {len(header)}; a text with {separator!r} or a line break needs quotes"
             yield BadRow(RowError("another number of fields than the header", detail), file, line)
             continue
-        yield RawRow(dict(zip(header, fields, strict=True)), file, line)
+        yield RawRow({name: _value(cell) for name, cell in zip(header, fields, strict=True)}, file, line)
+
+
+def _value(cell: str) -> str | float:
+    """A cell as it is; what pandas writes for a missing value is no text."""
+    return math.nan if cell in ("nan", "NaN", "<NA>") else cell
+
+
+def nameless(number: int) -> str:
+    """What column ``number`` (from 1) is called when its file gives it no name."""
+    return f"column {number} (no name)"
 
 
 def _text(data: bytes, file: str) -> str:
@@ -53,9 +74,9 @@ def _check_header(header: list[str], where: str, separator: str) -> None:
         for other, name in ((";", "semicolons"), ("\t", "tabs"), (",", "commas")):
             if other != separator and other in header[0]:
                 raise DataError(f"{where}: the columns are separated by {name}. Save with commas, or tabs as .tsv.")
-    for name in header:
-        if not name.strip():
-            raise DataError(f"{where}: a column has no name. The first line names the columns.")
+    if not any(name.strip() for name in header):
+        raise DataError(f"{where}: no column has a name. The first line names the columns.")
+    for name in filter(str.strip, header):
         if header.count(name) > 1:
             raise DataError(f"{where}: column {shorten(name)} is there twice. Each column needs a name of its own.")
 
