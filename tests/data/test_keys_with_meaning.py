@@ -276,3 +276,31 @@ def test_bytes_of_pictures_are_not_read(tmp_path: Path) -> None:
     assert rows == [{"text": "a", "images": [{}]}, {"text": "b", "images": []}, {"text": "c"}]
     source = SourceSection(path=str(tmp_path / "rows.parquet"))
     assert [one.text for one in load_examples([source], on_bad_row="drop", seed=0)[0]] == ["b", "c"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+@pytest.mark.parametrize(("encoding", "told"), [("cp1252", "WINDOWS-1252"), ("latin-1", "ISO-8859-1")])
+def test_other_encodings_are_told_with_the_way_out(tmp_path: Path, name: str, encoding: str, told: str) -> None:
+    """U20: file, line, offset in the file, probable encoding, command; no advice to drop rows."""
+    mark = "é" if encoding == "cp1252" else "é\x81"
+    rows = {"a.jsonl": '{"text": "a"}\n\n{"text": "x%s"}\n', "a.csv": "text\na\nx%s\n", "a.txt": "a\n\nx%s"}
+    content = (rows.get(name, '[{"text": "a"},\n\n{"text": "x%s"}]') % mark).encode(encoding)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        load_examples([SourceSection(path=str(tmp_path / name))], on_bad_row="error", seed=0)
+    said = str(caught.value)
+    line = content.count(b"\n", 0, content.index(b"\xe9")) + 1
+    assert f"{name}:{line}: not UTF-8 text" in said
+    offset = content.index(b"\xe9")
+    assert f"offset {offset} of the file" in said
+    assert f"iconv -f {told} -t UTF-8" in said
+    assert "on_bad_row" not in said
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_wide_encodings_are_told(tmp_path: Path, name: str, encoding: str) -> None:
+    """U20: with and without a byte order mark."""
+    (tmp_path / name).write_bytes('{"text": "abc"}\n'.encode(encoding))
+    with pytest.raises(DataError, match=r"offset 0.*iconv -f UTF-(16|32)"):
+        load_examples([SourceSection(path=str(tmp_path / name))], on_bad_row="error", seed=0)

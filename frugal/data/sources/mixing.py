@@ -28,6 +28,7 @@ from frugal.data.formats import (
 )
 from frugal.data.report import DataReport, SourceCount
 from frugal.data.rows import BadRow, Example, RawRow, RowError
+from frugal.data.sources.encoding import NOT_UTF8
 from frugal.data.sources.read import read_rows
 from frugal.errors import DataError
 
@@ -82,6 +83,8 @@ class _Faults:
         if self.fatal:
             return self.lines()
         head = f"{self.rows:,} of {rows_read:,} rows cannot be used:\n" if self.rows > 1 else ""
+        if any(fault.startswith(NOT_UTF8) for _, fault in self.shown):
+            return f"{head}{self.lines()}\nConvert the file: leaving these rows out would lose them."
         return f"{head}{self.lines()}\nCorrect them, or set `data.on_bad_row: drop` to leave them out and count them."
 
 

@@ -20,9 +20,10 @@ from frugal.assets import CATALOGUE, DEFAULT_DATA_FILE, fetch, is_known
 from frugal.config import SourceSection
 from frugal.data.report import DataReport
 from frugal.data.rows import BadRow, RawRow, RowError
+from frugal.data.sources.encoding import decode, refuse_utf16
 from frugal.data.sources.read_columns import is_hub_id, read_hub, read_parquet, read_saved
 from frugal.data.sources.read_csv import read_csv
-from frugal.data.sources.read_json import decode, read_json
+from frugal.data.sources.read_json import read_json
 from frugal.errors import DataError
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md")
@@ -120,14 +121,15 @@ def _rows_of_text(handle: BinaryIO, file: str, suffix: str) -> Iterator[RawRow |
 def _document(handle: BinaryIO, file: str) -> Iterator[RawRow | BadRow]:
     """A text file as one row `{"text": ...}`, line breaks as \\n."""
     data = handle.read().removeprefix(b"\xef\xbb\xbf")
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise DataError(f"{file}: the file is UTF-16. Save it as UTF-8.")
+    refuse_utf16(data, file)
     if not data.strip():
         raise DataError(f"{file}: the file is empty.")
     lines: list[str] = []
+    offset = 0
     for number, line in enumerate(data.split(b"\n"), start=1):
         try:
-            lines.append(decode(line).removesuffix("\r"))
+            lines.append(decode(line, file, offset).removesuffix("\r"))
+            offset += len(line) + 1
         except RowError as fault:
             yield BadRow(fault, file, number, fatal=True)
             return

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from frugal.data.rows import BadRow, RawRow, RowError, shorten
+from frugal.data.sources.encoding import NEWLINE, decode, first_bad_byte, refuse_utf16
 from frugal.errors import DataError
 
 _SEPARATOR_LINE = re.compile(r"sep=([,;\t|])[ \t]*(?:\r\n|\n|\r)", re.IGNORECASE)
@@ -58,15 +59,12 @@ def nameless(number: int) -> str:
 
 
 def _text(data: bytes, file: str) -> str:
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise DataError(f"{file}: the file is UTF-16. Save it as UTF-8.")
+    refuse_utf16(data, file)
+    data = data.removeprefix(b"\xef\xbb\xbf")
     try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        place = error.start - data.rfind(b"\n", 0, error.start)
-        byte = f"byte 0x{data[error.start]:02x}, byte {place} of the line"
-        raise DataError(f"{file}:{line}: not UTF-8 text ({byte}). Save the file as UTF-8.") from None
+        return decode(data, file)
+    except RowError as fault:
+        raise DataError(f"{file}:{data.count(NEWLINE, 0, first_bad_byte(data)) + 1}: {fault}") from None
 
 
 def _check_header(header: list[str], where: str, separator: str) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from frugal.data.rows import BadRow, RawRow, RowError, kind_of
+from frugal.data.sources.encoding import decode, first_bad_byte, refuse_utf16
 from frugal.data.sources.strict_json import RIGHT_FORM, JsonSyntaxError, decode_at, end_of_value, loads, skip_space
 from frugal.errors import DataError
 
@@ -23,8 +24,8 @@ def read_json(handle: BinaryIO, file: str) -> Iterator[RawRow | BadRow]:
     Raises:
         DataError: the file is empty, or is not UTF-8 text at all (UTF-16).
     """
-    lines = enumerate(_without_bom(handle, file), start=1)
-    head: list[tuple[int, bytes]] = []
+    lines = _placed(_without_bom(handle, file))
+    head: list[_Line] = []
     for number, line in lines:
         if line.strip():
             head.append((number, line))
@@ -55,10 +56,27 @@ def read_json(handle: BinaryIO, file: str) -> Iterator[RawRow | BadRow]:
 def _without_bom(handle: BinaryIO, file: str) -> Iterator[bytes]:
     """Lines of the file without a byte order mark."""
     first = handle.readline()
-    if first[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise DataError(f"{file}: the file is UTF-16. Save it as UTF-8.")
+    refuse_utf16(first, file)
     yield first[3:] if first.startswith(_BOM) else first
     yield from handle
+
+
+class _Place(NamedTuple):
+    """Where a line starts."""
+
+    line: int
+    offset: int
+    """Byte of the file, a byte order mark not counted."""
+
+
+_Line = tuple[_Place, bytes]
+
+
+def _placed(lines: Iterable[bytes]) -> Iterator[_Line]:
+    offset = 0
+    for number, line in enumerate(lines, start=1):
+        yield _Place(number, offset), line
+        offset += len(line)
 
 
 def _is_whole(line: bytes) -> bool:
@@ -75,16 +93,16 @@ def _is_whole(line: bytes) -> bool:
     return True
 
 
-def _has_object_line(lines: list[tuple[int, bytes]]) -> bool:
+def _has_object_line(lines: list[_Line]) -> bool:
     return any(line[:1] == b"{" and line.rstrip()[-1:] == b"}" and _is_whole(line) for _, line in lines[:200])
 
 
-def _lines(lines: Iterable[tuple[int, bytes]], file: str) -> Iterator[RawRow | BadRow]:
-    for number, line in lines:
+def _lines(lines: Iterable[_Line], file: str) -> Iterator[RawRow | BadRow]:
+    for (number, offset), line in lines:
         if not line.strip():
             continue
         try:
-            yield _row(loads(decode(line.rstrip(b"\r\n"))), file, number)
+            yield _row(loads(decode(line.rstrip(b"\r\n"), file, offset)), file, number)
         except RowError as fault:
             yield BadRow(fault, file, number)
 
@@ -96,25 +114,14 @@ def _row(value: Any, file: str, line: int) -> RawRow | BadRow:
     return BadRow(fault, file, line)
 
 
-def decode(line: bytes) -> str:
-    """A line as UTF-8 text; a fault names the byte and its place."""
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        place = f"byte 0x{line[error.start]:02x}, byte {error.start + 1} of the line"
-        raise RowError("not UTF-8 text", place) from None
-
-
-def _whole(head: list[tuple[int, bytes]], lines: Iterable[tuple[int, bytes]], file: str) -> Iterator[RawRow | BadRow]:
+def _whole(head: list[_Line], lines: Iterable[_Line], file: str) -> Iterator[RawRow | BadRow]:
     """Rows of a file that is one JSON value."""
-    first_line = head[0][0]
+    first_line, offset = head[0][0]
     data = b"".join(line for _, line in itertools.chain(head, lines))
     try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = first_line + data.count(b"\n", 0, error.start)
-        place = error.start - data.rfind(b"\n", 0, error.start)
-        fault = RowError("not UTF-8 text", f"byte 0x{data[error.start]:02x}, byte {place} of the line")
+        text = decode(data, file, offset)
+    except RowError as fault:
+        line = first_line + data.count(b"\n", 0, first_bad_byte(data))
         yield BadRow(fault, file, line, fatal=True)
         return
     start = skip_space(text, 0)
