@@ -21,9 +21,10 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
+from frugal.adapters.conversion import names_as_given, refuse_rewritten_dora
 from frugal.adapters.targets import PatternRow, Scale, Targets, resolve_targets
 from frugal.codecs.base import encoded_parts
-from frugal.codecs.dense import UpcastEmbedding, UpcastLinear
+from frugal.codecs.dense import UpcastEmbedding, UpcastLinear, upcast_embedding
 from frugal.config import LoraSection
 from frugal.errors import ConfigError, UnsupportedError
 from frugal.model_structure import decoder_layers, input_device, inside, is_tied, table_names
@@ -72,6 +73,7 @@ def apply_adapters(
     config = _lora_config(model, lora, targets, new_token_ids)
     prepare_trained(model, targets.modules_to_save, trains_tokens=config.trainable_token_indices is not None)
     peft_model, to_come = _inject(model, config, deferred, seed)
+    refuse_rewritten_dora(peft_model, config)
     remember_start(peft_model)
     for name, wanted in targets.layers.items():
         layer = peft_model.base_model.model.get_submodule(name)
@@ -198,7 +200,7 @@ def prepare_trained(model: PreTrainedModel, modules_to_save: Sequence[str], *, t
             full = f"{name}.{inner_name}" if inner_name else name
             if type(inner) is nn.Linear:
                 model.set_submodule(full, _upcast_linear(inner))
-            elif type(inner) is nn.Embedding:
+            elif isinstance(inner, nn.Embedding):
                 model.set_submodule(full, _upcast_embedding(inner))
 
 
@@ -209,10 +211,10 @@ def _upcast_linear(old: nn.Linear) -> UpcastLinear:
     return new.train(old.training)
 
 
-def _upcast_embedding(old: nn.Embedding) -> UpcastEmbedding:
-    new = UpcastEmbedding(old.num_embeddings, old.embedding_dim, old.padding_idx, device="meta")
-    new.compute_dtype, new.weight = old.weight.dtype, old.weight
-    return new.train(old.training)
+def _upcast_embedding(old: nn.Embedding) -> nn.Embedding:
+    if isinstance(old, UpcastEmbedding):
+        return old
+    return upcast_embedding(old, old.weight.dtype) or old
 
 
 def inject(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, adapter_name: str = "default") -> PeftModel:
@@ -225,7 +227,7 @@ def inject(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, adapter
         with warnings.catch_warnings():
             # PEFT asks transformers for a property under its former name; users can do nothing about it
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-            with _stand_ins(model, input_device(model)):
+            with _stand_ins(model, input_device(model)), names_as_given(model):
                 peft_model = get_peft_model(model, config, adapter_name=adapter_name)
     _cast_tied_heads(peft_model)
     masters_float32(peft_model)

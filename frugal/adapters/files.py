@@ -21,6 +21,7 @@ from frugal.adapters.apply import (
     refuse_adapted,
     remember_start,
 )
+from frugal.adapters.conversion import layers_as_modules, layers_as_parameters
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
 from frugal.files import atomic_path, read_json, write_json
 from frugal.tensor_files import read_all, read_metadata, write_tensors
@@ -58,6 +59,7 @@ def save_adapter(
     if empty or not whole:
         raise CheckpointError(f"The adapter has empty tensors and was not saved: {', '.join(empty[:5]) or 'all'}.")
     config = _config_dict(model.peft_config[name])
+    layers_as_parameters(model, model.peft_config[name], config)
     if plain and config["init_lora_weights"] == "pissa":
         whole = _plain_lora(model, whole, config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,6 +118,7 @@ def load_adapter(
     folder = Path(folder)
     config, tensors, metadata = _read(folder)
     _check_base(folder, metadata.get(FINGERPRINT), base_fingerprint, on_other_base)
+    layers_as_modules(config, model)
     _check_modules(model, folder, config, tensors)
     config.inference_mode = not trainable
     prepare_trained(model, config.modules_to_save or [], trains_tokens=config.trainable_token_indices is not None)

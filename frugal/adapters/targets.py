@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from peft import LoraConfig
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from frugal.config import LoraSection
 from frugal.errors import ConfigError
-from frugal.model_structure import is_router
+from frugal.model_structure import inside, router_names, stacked_experts, unreached_by_text
 
 _PLAIN_NAME = re.compile(r"[\w.]+")
 
@@ -30,11 +32,16 @@ class PatternRow:
     """Names of the modules it applies to."""
     value: float | None = None
     """The rank or alpha that a pattern sets."""
+    unreached: tuple[str, ...] = ()
+    """Layers that the pattern names and that a text never runs through: they get no adapter."""
 
     def line(self) -> str:
         """One line for the terminal."""
         value = "" if self.value is None else f" = {self.value:g}"
-        return f"{self.key} {self.pattern!r}{value}: {len(self.layers)} layers"
+        line = f"{self.key} {self.pattern!r}{value}: {len(self.layers)} layers"
+        if self.unreached:
+            line += f"; {len(self.unreached)} more get no adapter, a text never runs through them ({self.unreached[0]})"
+        return line
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ def resolve_targets(model: PreTrainedModel, lora: LoraSection) -> Targets:
         ConfigError: a pattern matches nothing (or nothing that can be adapted); the message lists near names.
     """
     names = {name: module for name, module in model.named_modules() if name}
-    rows = _targets(model, lora.target_modules, names)
+    rows = _reached(model, _targets(model, lora.target_modules, names))
     saved_rows = [_by_tail("modules_to_save", entry, names) for entry in lora.modules_to_save]
     saved = {name for row in saved_rows for name in row.layers}
     adapted = [name for name in names if any(name in row.layers for row in rows) and name not in saved]
@@ -87,13 +94,37 @@ def resolve_targets(model: PreTrainedModel, lora: LoraSection) -> Targets:
     return Targets(short, sorted(saved), [*rows, *rank_rows, *alpha_rows, *saved_rows], layers)
 
 
+def _reached(model: PreTrainedModel, rows: list[PatternRow]) -> list[PatternRow]:
+    """``rows`` without layers that a text never runs through: their adapters would stay at their start."""
+    beyond = unreached_by_text(model)
+    found = []
+    for row in rows:
+        if refused := [name for name in row.layers if _peft_refuses(model, name)]:
+            raise ConfigError(
+                f"lora.target_modules: {row.pattern!r} names {refused[0]}, which PEFT refuses to adapt in "
+                f"{model.config.model_type}: its kernels pass an adapter by. Leave it out, or write `all-linear`."
+            )
+        dead = tuple(name for name in row.layers if inside(name, beyond))
+        if dead and len(dead) == len(row.layers):
+            raise ConfigError(
+                f"lora.target_modules: {row.pattern!r} names only layers that a text never runs through ({dead[0]} and "
+                f"{len(dead) - 1} others): training on text would leave them as they are. Name layers of the language "
+                "model, or write `all-linear`."
+            )
+        found.append(replace(row, layers=tuple(n for n in row.layers if n not in set(dead)), unreached=dead))
+    return found
+
+
 def _targets(model: PreTrainedModel, asked: str | list[str], names: Mapping[str, nn.Module]) -> list[PatternRow]:
     if asked == "all-linear":
-        head = model.get_output_embeddings()
+        head, routers = model.get_output_embeddings(), router_names(model)
         layers = tuple(
             name
             for name, module in names.items()
-            if isinstance(module, nn.Linear | Conv1D) and module is not head and not is_router(name)
+            if isinstance(module, nn.Linear | Conv1D)
+            and module is not head
+            and name not in routers
+            and not (_reads_weight(names, name) or _peft_refuses(model, name))
         )
         if not layers:
             raise ConfigError("lora.target_modules: all-linear, but the model has no linear layer.")
@@ -120,6 +151,21 @@ def _targets(model: PreTrainedModel, asked: str | list[str], names: Mapping[str,
     return rows
 
 
+def _reads_weight(names: Mapping[str, nn.Module], name: str) -> bool:
+    """Whether ``name`` ends a Mamba mixer: on GPUs its kernel takes the weight and passes an adapter by."""
+    mixer = names.get(name.rpartition(".")[0])
+    return name.endswith("out_proj") and hasattr(mixer, "A_log") and hasattr(mixer, "D")
+
+
+def _peft_refuses(model: PreTrainedModel, name: str) -> bool:
+    """Whether PEFT adapts no layer of this name in this family, neither now nor when the file is loaded."""
+    try:
+        _check_lora_target_modules_mamba(LoraConfig(), model, name.rsplit(".", 1)[-1])
+    except ValueError:
+        return True
+    return False
+
+
 def _can_adapt(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.Embedding | Conv1D)
 
@@ -135,8 +181,20 @@ def _by_tail(
     layers = tuple(name for name in names if name == entry or name.endswith(f".{entry}"))
     if not layers:
         offered = [name for name, module in names.items() if key == "modules_to_save" or _can_adapt(module)]
-        raise ConfigError(_nothing(key, entry, offered, []))
+        raise ConfigError(_nothing(key, entry, offered, []) + _experts_hint(entry, names))
     return PatternRow(key, entry, layers)
+
+
+def _experts_hint(entry: str, names: Mapping[str, nn.Module]) -> str:
+    """What a name that fits no layer has to do with experts, which are parameters and no layers."""
+    stacks = {name: list(stacked_experts(module)) for name, module in names.items()}
+    found = next((f"{name}.{parts[0]}" for name, parts in stacks.items() if parts), None)
+    if found is None or not re.search(r"gate|up|down|w[123]$|experts", entry):
+        return ""
+    return (
+        f" The experts of this model are stacked in parameters ({found}), which get no adapter here: leave {entry!r} "
+        "out, and the attention layers are trained."
+    )
 
 
 def _patterns(

@@ -149,6 +149,8 @@ def check_depth(run: RunFolder, source: ResolvedModel) -> None:
         CheckpointError: layers of the base are not in the adapter.
     """
     names = run.adapter_config.get("target_modules")
+    if isinstance(names, list):  # layers that PEFT would rename stand among the parameters
+        names = [*names, *(run.adapter_config.get("target_parameters") or ())]
     chosen = run.config.lora.target_modules if run.config is not None else "all-linear"
     if (
         chosen != "all-linear"
@@ -156,12 +158,12 @@ def check_depth(run: RunFolder, source: ResolvedModel) -> None:
         or run.adapter_config.get("layers_to_transform") is not None
     ):
         return
-    found = {int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)}
+    found = {int(number) for name in names for number in re.findall(r"(?:^|\.)(\d+)\.", name)}
     depth = getattr(source.config().get_text_config(), "num_hidden_layers", 0)
     if not found or found != set(range(len(found))) or depth <= len(found):
         return
-    last = next(name for name in names if f".{len(found) - 1}." in name)
-    missing = last.replace(f".{len(found) - 1}.", f".{len(found)}.")
+    last = next(name for name in names if f".{len(found) - 1}." in f".{name}")
+    missing = f".{last}".replace(f".{len(found) - 1}.", f".{len(found)}.").lstrip(".")
     raise CheckpointError(
         f"The adapter in {run.adapter} does not fit the base {source.path}: it has keys for {len(found)} layers, the "
         f"base has {depth}; missing are base_model.model.{missing}.lora_A.weight and all others of the layers "

@@ -7,14 +7,16 @@ Widening is exact, so results are those of a float32 copy of the same weights.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from frugal.codecs.base import chunk
+from frugal.codecs.base import EncodedModule, chunk
 
 BLOCK_BYTES = 16 << 20  # of one widened block of head rows
 
@@ -101,10 +103,14 @@ class UpcastEmbedding(nn.Embedding):
     """`nn.Embedding` whose frozen weight keeps its dtype and whose output has ``compute_dtype``."""
 
     compute_dtype: torch.dtype
+    embed_scale: torch.Tensor
+    """Factor on the rows where a family has one in its embedding (Gemma), under the name that PEFT looks for."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Look up ids [...] and return [..., embedding_dim] in ``compute_dtype``."""
-        return super().forward(input).to(self.compute_dtype)
+        rows = super().forward(input).to(self.compute_dtype)
+        scale = getattr(self, "embed_scale", None)
+        return rows if scale is None else rows * scale.to(self.compute_dtype)
 
 
 class UpcastLinear(nn.Linear):
@@ -157,22 +163,52 @@ def upcast_on_use(model: nn.Module, compute_dtype: torch.dtype) -> list[str]:
     Names, parameters and ties stay as they are. Returns the names of the replaced modules.
     """
     replaced: list[str] = []
-    new: UpcastEmbedding | UpcastLinear
+    new: UpcastEmbedding | UpcastLinear | None
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Embedding and module.weight.dtype != compute_dtype:
-            with torch.device("meta"):
-                embedding = UpcastEmbedding(module.num_embeddings, module.embedding_dim, module.padding_idx)
-            embedding.compute_dtype = compute_dtype
-            new = embedding
-        elif type(module) is nn.Linear and module.weight.dtype != compute_dtype:
-            with torch.device("meta"):
-                linear = UpcastLinear(module.in_features, module.out_features, bias=module.bias is not None)
-            linear.bias = module.bias
-            new = linear
-        else:
+        plain = isinstance(module, nn.Embedding | nn.Linear) and not isinstance(module, EncodedModule)
+        if not plain or module.weight.dtype == compute_dtype or isinstance(module, UpcastEmbedding | UpcastLinear):
             continue
-        new.weight = module.weight  # the same Parameter object: a tied head stays tied
-        new.train(module.training)
+        if isinstance(module, nn.Embedding):
+            new = upcast_embedding(module, compute_dtype)
+        else:
+            new = _upcast_linear(module) if type(module) is nn.Linear else None
+        if new is None:  # does more than we know (a router that is a linear layer): its few numbers are widened now
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(compute_dtype)
+            continue
         model.set_submodule(name, new)
         replaced.append(name)
     return replaced
+
+
+def _upcast_linear(old: Any) -> UpcastLinear:
+    with torch.device("meta"):
+        new = UpcastLinear(old.in_features, old.out_features, bias=old.bias is not None)
+    new.weight, new.bias = old.weight, old.bias  # the same Parameter object: a tied head stays tied
+    return new.train(old.training)
+
+
+def upcast_embedding(old: nn.Embedding, compute_dtype: torch.dtype) -> UpcastEmbedding | None:
+    """The stored form of an embedding, with the same Parameter; None for one that does more than look up and scale."""
+    with torch.device("meta"):
+        new = UpcastEmbedding(old.num_embeddings, old.embedding_dim, old.padding_idx)
+    new.compute_dtype, new.weight = compute_dtype, old.weight
+    scale = getattr(old, "scalar_embed_scale", getattr(old, "embed_scale", None))  # the buffer may have been rounded
+    if scale is not None:
+        value = torch.as_tensor(scale, dtype=torch.float32, device=old.weight.device)
+        new.register_buffer("embed_scale", value, persistent="embed_scale" in old.state_dict())
+    new.train(old.training)
+    return new if type(old) is nn.Embedding or _same_rows(old, new) else None
+
+
+@torch.no_grad()
+def _same_rows(old: nn.Embedding, new: UpcastEmbedding) -> bool:
+    """Whether the first rows of both come out alike, with the table in the dtype that is computed in."""
+    if old.weight.is_meta or isinstance(old.weight.data, FakeTensor):  # no numbers: by structure
+        return hasattr(new, "embed_scale")
+    ids = torch.arange(min(8, old.num_embeddings), device=old.weight.device)
+    few = nn.Parameter(old.weight[: len(ids)].to(new.compute_dtype), requires_grad=False)
+    wide = copy.copy(old)
+    wide._parameters = {**old._parameters, "weight": few}
+    wide._buffers = {**old._buffers, **new._buffers}
+    return bool(torch.equal(wide(ids), new(ids)))

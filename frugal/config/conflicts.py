@@ -57,8 +57,8 @@ def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     steps, ratio_set = train.warmup_steps, _changed(train, "warmup_ratio")
     constant = "train.lr_scheduler_type: constant has no warm-up; write constant_with_warmup"
     warmup_keys = ("train.warmup_steps", "train.warmup_ratio", "train.lr_scheduler_type", "train.max_steps")
-    if steps is not None and train.max_steps is not None and steps > train.max_steps:
-        yield warmup_keys, f"must be at most train.max_steps ({train.max_steps}), got {steps}"
+    if steps and train.max_steps is not None and steps >= train.max_steps:
+        yield warmup_keys, f"must be less than train.max_steps ({train.max_steps}), got {steps}"
     elif steps is not None and ratio_set:
         yield warmup_keys, "set together with train.warmup_ratio: keep one of them"
     elif steps and train.lr_scheduler_type == "constant":

@@ -20,6 +20,7 @@ from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 from transformers import AutoConfig
 
+from frugal.adapters.conversion import layers_as_modules, names_as_given
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
 from frugal.exports.merge_math import LoraUpdate, WeightPlan
 from frugal.models.resolve import stored_tensors
@@ -42,6 +43,8 @@ class MergePlan:
     """The output model shares its head with its embedding."""
     tie_note: str
     vocab_rows: int
+    grown: bool
+    """Whether training added rows to the token tables."""
     unreached: str
     """Why some weights that the run held in NF4 are not in the base's files one by one; "" when all are."""
 
@@ -80,6 +83,8 @@ class Fit:
     head: str
     tied: bool
     rows: int
+    grown: bool
+    """Whether training added rows to the token tables."""
     peft_model: nn.Module
 
 
@@ -106,13 +111,16 @@ def fit_adapter(base: Path, adapter: Path, *, trust_remote_code: bool = False) -
         keys = map_keys(model, stored)
         linears = {f"{name}.weight" for name in linear_kinds(model)[0]}
         rows = _vocab_rows(model, peft_config, tensors)
-        if rows != model.get_input_embeddings().weight.shape[0]:
+        grown = rows != model.get_input_embeddings().weight.shape[0]
+        if grown:
             model.resize_token_embeddings(rows, mean_resizing=False)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         embedding, head = _embedding_and_head(model)
         tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+        layers_as_modules(peft_config, model)
         try:
-            peft_model = get_peft_model(model, peft_config)
+            with names_as_given(model):
+                peft_model = get_peft_model(model, peft_config)
         except ValueError as error:
             raise CheckpointError(f"The adapter in {adapter} does not fit the base {base}: {error}") from error
         expected = {
@@ -121,7 +129,7 @@ def fit_adapter(base: Path, adapter: Path, *, trust_remote_code: bool = False) -
         }
     peft_config.init_lora_weights = init
     _check_keys(adapter, base, tensors, expected, {f"{PREFIX}{name}" for name in (embedding, head)}, shapes)
-    return Fit(stored, tensors, keys, shapes, linears, embedding, head, tied, rows, peft_model)
+    return Fit(stored, tensors, keys, shapes, linears, embedding, head, tied, rows, grown, peft_model)
 
 
 def plan_merge(base: Path, adapter: Path, *, quantized: bool, trust_remote_code: bool = False) -> MergePlan:
@@ -141,7 +149,9 @@ def plan_merge(base: Path, adapter: Path, *, quantized: bool, trust_remote_code:
     weights = _weights(fit.stored, names, _updates(fit.peft_model, fit.tensors), fit.shapes, linears)
     tied, note = _tie(weights, names, fit.embedding, fit.head, fit.tied)
     adapted = sum(plan.touched for plan in weights.values())
-    return MergePlan(weights, adapted, tied, note, fit.rows, fit.keys.conversion if linears - set(names) else "")
+    return MergePlan(
+        weights, adapted, tied, note, fit.rows, fit.grown, fit.keys.conversion if linears - set(names) else ""
+    )
 
 
 def _check_kind(config: Any) -> None:
@@ -153,7 +163,7 @@ def _check_kind(config: Any) -> None:
             f"The adapter was saved with init_lora_weights={config.init_lora_weights}: it belongs to a changed base "
             "that is not the one in the base's folder. Save it as plain LoRA (frugal runs do), or merge it with PEFT."
         )
-    if getattr(config, "target_parameters", None):
+    if any(not name.endswith(".weight") for name in getattr(config, "target_parameters", None) or ()):
         raise UnsupportedError("The adapter targets bare parameters (target_parameters); merge it with PEFT.")
 
 

@@ -198,7 +198,8 @@ def _update_config(config: dict[str, Any], plan: MergePlan, dtype: str) -> None:
     for section in (config, text):
         if "tie_word_embeddings" in section or section is text:
             section["tie_word_embeddings"] = plan.tied
-    text["vocab_size"] = plan.vocab_rows
+    if plan.grown:  # a table may have more rows than the vocabulary (mllama's has 8 for pictures)
+        text["vocab_size"] = plan.vocab_rows
     if text is not config:
         text.pop("torch_dtype", None)
         text["dtype"] = dtype

@@ -37,7 +37,7 @@ from frugal.models.materialize import (
     set_tensor,
 )
 from frugal.models.modules.host_embedding import put_on_host
-from frugal.models.report import LoadReport, count_bytes, count_parameters, dtype_name
+from frugal.models.report import LoadReport, count_bytes, count_parameters, dtype_name, shares_left_dense
 from frugal.models.resolve import ResolvedModel, stored_tensors
 from frugal.models.skeleton import KeyMap, build_meta, fill_buffers, ignorable, insert_nf4, linear_kinds, map_keys
 from frugal.tensor_files import StoredTensor
@@ -130,6 +130,7 @@ def load_base(
     model.eval()
     report.tied_head = is_tied(model)
     report.parameters, report.bytes_by_kind = count_parameters(model), count_bytes(model)
+    report.expert_share, report.other_share = shares_left_dense(model, report.kept)
     if host_embedding:
         report.keeps_on_host(put_on_host(model, device, dtype).weight)
     if weights == "layerwise":  # now: modules were replaced up to here

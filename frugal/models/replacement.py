@@ -8,6 +8,7 @@ module stays and the report says why. Parameter names do not change, so checkpoi
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from frugal.model_structure import input_device, inside
+from frugal.model_structure import input_device, inside, stacked_experts
 from frugal.models.equivalence import mismatch
 from frugal.models.lora_layers import lora_weights
 from frugal.models.modules.attention import FrugalAttention, attention_candidate, attention_mismatch
@@ -164,6 +165,8 @@ def _mlp_candidate(module: nn.Module, tile_tokens: int | None) -> Candidate | No
     others = {n: c for n, c in children.items() if n not in (*layout, _DOWN)}
     if own:
         return "the MLP has parameters of its own"
+    if further := _further_arguments(module):
+        return further
     functions = [c for c in others.values() if not list(c.parameters())]
     if len(functions) != len(others):
         return f"the MLP has further layers: {', '.join(n for n, c in others.items() if c not in functions)}"
@@ -187,6 +190,8 @@ def _norm_candidate(module: nn.Module, prove: bool) -> Candidate | None:
         return None
     if set(own) != {"weight"} or own["weight"].dim() != 1:
         return f"{type(module).__name__} has parameters {sorted(own)}: only one weight vector is known"
+    if further := _further_arguments(module):
+        return further
     if not prove:
         return FrugalRMSNorm(module, eps, 0.0)
     # Gemma stores weight - 1: let the module itself say which it is.
@@ -200,8 +205,14 @@ def _norm_candidate(module: nn.Module, prove: bool) -> Candidate | None:
     return f"{type(module).__name__} is no RMSNorm with weight or 1 + weight"
 
 
+def _further_arguments(module: nn.Module) -> str | None:
+    """Why a proof with one input says too little: a model may call the module with more (a gated norm's gate)."""
+    takes = list(inspect.signature(module.forward).parameters)[1:]
+    return f"{type(module).__name__} also takes {', '.join(takes)}, which is not proven" if takes else None
+
+
 def _expert_reason(module: nn.Module) -> Candidate | None:
-    stacked = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 3]
+    stacked = stacked_experts(module)
     return f"mixture of experts ({', '.join(stacked)} stacked): left to transformers" if stacked else None
 
 

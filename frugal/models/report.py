@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,11 @@ from torch import nn
 
 from frugal.assets import weights_note
 from frugal.codecs.base import EncodedModule, encoded_parts
+from frugal.model_structure import stacked_experts
 from frugal.units import gib
+
+NOT_LINEAR = "no nn.Linear"
+"""How a reason in `LoadReport.kept` begins for weights of other modules."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -38,6 +43,10 @@ class LoadReport:
     """Linear layers (and large weights) that were not quantised, with the reason."""
     stored: list[str] = field(default_factory=list)
     """Modules that keep the checkpoint's 16 bits and are widened to the compute dtype while used."""
+    expert_share: float = 0.0
+    """Part of all weights that are stacked experts: neither quantised nor adapted."""
+    other_share: float = 0.0
+    """Part of all weights that are matrices of other kinds than linear layers: not quantised."""
     unexpected: list[str] = field(default_factory=list)
     """Tensors of the checkpoint that the model has no place for."""
     remote_code: bool = False
@@ -82,6 +91,18 @@ class LoadReport:
             f"weights {'NF4' if self.quantized else 'as in the checkpoint'}, compute {self.compute_dtype}, "
             f"adapters {self.adapter_dtype}; {len(self.quantized)} layers quantised, {len(self.kept)} kept",
         ]
+        if self.expert_share >= 0.01:
+            how = "stay in 16 bits although NF4 is asked for, and" if self.quantize == "nf4" else "are frozen and"
+            lines.append(
+                f"warning: {self.expert_share:.1%} of the weights are experts, stacked in parameters: they {how} get "
+                "no adapter"
+            )
+        if self.other_share >= 0.01 and self.quantize == "nf4":
+            first = next(name for name, why in self.kept.items() if why.startswith(NOT_LINEAR))
+            lines.append(
+                f"warning: {self.other_share:.1%} of the weights are no linear layers and stay in 16 bits although NF4 "
+                f"is asked for ({first} and others)"
+            )
         if self.host_bytes:
             lines.append(f"embedding table ({gib(self.host_bytes)}) in host memory, rows in use are copied")
         if self.route != "streamed":
@@ -131,3 +152,15 @@ def count_parameters(model: nn.Module) -> int:
             else:
                 total += parameter.numel()
     return total
+
+
+def shares_left_dense(model: nn.Module, kept: Mapping[str, str]) -> tuple[float, float]:
+    """Parts of all weights that are stacked experts, and that are other matrices outside linear layers."""
+    total, experts, others = count_parameters(model), 0, 0
+    for name, module in model.named_modules():
+        stacked = stacked_experts(module)
+        experts += sum(stacked.values())
+        for part, parameter in module.named_parameters(recurse=False):
+            if part not in stacked and kept.get(f"{name}.{part}", "").startswith(NOT_LINEAR):
+                others += parameter.numel()
+    return experts / max(1, total), others / max(1, total)

@@ -15,7 +15,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from frugal.codecs.nf4 import NF4Linear
 from frugal.errors import UnsupportedError
-from frugal.model_structure import is_router
+from frugal.model_structure import router_names
+from frugal.models.report import NOT_LINEAR
 from frugal.tensor_files import StoredTensor
 
 
@@ -40,18 +41,19 @@ def linear_kinds(model: PreTrainedModel) -> tuple[list[str], dict[str, str]]:
     head = model.get_output_embeddings()
     chosen: list[str] = []
     kept: dict[str, str] = {}
+    routers = router_names(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             if module is head:
                 kept[name] = "the head stays in 16 bits"
-            elif is_router(name):
+            elif name in routers:
                 kept[name] = "a router: tiny, and its choices are sensitive"
             else:
                 chosen.append(name)
         else:
             for part, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim >= 2 and not isinstance(module, nn.Embedding):
-                    kept[f"{name}.{part}"] = f"no nn.Linear ({type(module).__name__}, {tuple(parameter.shape)})"
+                    kept[f"{name}.{part}"] = f"{NOT_LINEAR} ({type(module).__name__}, {tuple(parameter.shape)})"
     return chosen, kept
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import get_scheduler
 
 from frugal.config import TrainSection
-from frugal.errors import DataError
+from frugal.errors import ConfigError, DataError
 
 _MEGA_BATCH = 50
 """Steps whose rows are sorted by length together. More: less padding; fewer: more random."""
@@ -46,7 +46,12 @@ class TrainPlan:
 
 
 def make_plan(train: TrainSection, *, rows: int, world_size: int) -> TrainPlan:
-    """Sizes of a run over ``rows`` rows on ``world_size`` processes; `max_steps` wins over `num_train_epochs`."""
+    """Sizes of a run over ``rows`` rows on ``world_size`` processes; `max_steps` wins over `num_train_epochs`.
+
+    Raises:
+        ConfigError: the run ends before its warm-up does.
+        DataError: there are no rows.
+    """
     if rows < 1:
         raise DataError("there are no training rows. Check data.train, and data.eval_split, which takes rows away.")
     global_batch = train.per_device_train_batch_size * train.gradient_accumulation_steps * world_size
@@ -58,7 +63,13 @@ def make_plan(train: TrainSection, *, rows: int, world_size: int) -> TrainPlan:
         warmup = min(math.ceil(train.warmup_ratio * total - 1e-9), total - 1)
     if train.lr_scheduler_type == "constant":
         warmup = 0
-    return TrainPlan(rows, global_batch, steps_per_epoch, total, min(warmup, total))
+    if warmup >= total:
+        raise ConfigError(
+            f"train.warmup_steps: {warmup} of warm-up in a run of {total} steps ({rows} rows, {global_batch} a step): "
+            f"the learning rate would never reach train.learning_rate ({train.learning_rate:g}). Write at most "
+            f"{total - 1}, leave train.warmup_steps out, or train for more steps."
+        )
+    return TrainPlan(rows, global_batch, steps_per_epoch, total, warmup)
 
 
 class StepOrder:

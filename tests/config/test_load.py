@@ -146,7 +146,7 @@ def test_faults_of_overrides_name_them() -> None:
             ["output.keep_best=true", "data.eval_split=10", "output.save_steps=5", "train.eval_steps=2"],
             "output.save_steps (5) must be a multiple of train.eval_steps (2)",
         ),
-        (["train.warmup_steps=9", "train.max_steps=5"], "must be at most train.max_steps (5), got 9"),
+        (["train.warmup_steps=9", "train.max_steps=5"], "must be less than train.max_steps (5), got 9"),
         (["train.warmup_steps=9", "train.warmup_ratio=0.1"], "set together with train.warmup_ratio"),
         (["train.warmup_ratio=0.1", "train.lr_scheduler_type=constant"], "write constant_with_warmup"),
         (["train.min_lr_ratio=0.2"], "has no effect with train.lr_scheduler_type: cosine"),

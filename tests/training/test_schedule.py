@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from frugal.config import TrainSection
-from frugal.errors import DataError
+from frugal.errors import ConfigError, DataError
 from frugal.training.schedule import StepOrder, lr_lambda, make_plan, split_step
 
 
@@ -28,8 +28,26 @@ def test_max_steps_wins_and_warmup() -> None:
     plan = make_plan(section(max_steps=7, warmup_ratio=0.3), rows=100, world_size=2)
     assert (plan.total_steps, plan.global_batch, plan.steps_per_epoch, plan.warmup_steps) == (7, 12, 9, 3)
     assert make_plan(section(warmup_steps=4), rows=100, world_size=1).warmup_steps == 4
-    assert make_plan(section(max_steps=2, warmup_steps=2), rows=100, world_size=1).warmup_steps == 2
     assert make_plan(section(lr_scheduler_type="constant"), rows=100, world_size=1).warmup_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"), [({"warmup_steps": 50, "num_train_epochs": 1}, 8), ({"warmup_steps": 1, "max_steps": 1}, 9)]
+)
+def test_a_warm_up_as_long_as_the_run_is_refused_with_both_numbers(changes: dict[str, float], rows: int) -> None:
+    """F05: every step ran at a rate near 0, and the run succeeded."""
+    plan_steps = changes.get("max_steps", 2)
+    with pytest.raises(ConfigError, match=rf"{changes['warmup_steps']} of warm-up in a run of {plan_steps} steps"):
+        make_plan(section(**changes), rows=rows, world_size=1)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "constant_with_warmup", "cosine_with_min_lr"])
+@pytest.mark.parametrize("warmup", [{"warmup_steps": 5}, {"warmup_ratio": 0.99}, {"warmup_steps": 0}])
+def test_the_asked_rate_is_reached_in_every_run_that_starts(name: str, warmup: dict[str, float]) -> None:
+    """F05: the rate of some step is train.learning_rate."""
+    settings = section(max_steps=6, lr_scheduler_type=name, **warmup)
+    factor = lr_lambda(settings, make_plan(settings, rows=9, world_size=1))
+    assert max(factor(step) for step in range(6)) == 1.0
 
 
 def test_a_single_step_is_not_spent_on_warming_up() -> None:

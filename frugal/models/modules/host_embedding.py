@@ -100,7 +100,7 @@ class HostEmbedding(nn.Embedding):
 def host_refusal(model: Any) -> str | None:
     """Why the model's embedding table cannot wait on the host, whatever is trained; None when it can."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if type(embedding) not in (nn.Embedding, UpcastEmbedding):
+    if type(embedding) not in (nn.Embedding, UpcastEmbedding) or getattr(embedding, "embed_scale", None) is not None:
         return f"its embedding is a {type(embedding).__name__}, which does more than look rows up"
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     if tied or (head is not None and head.weight is embedding.weight):
