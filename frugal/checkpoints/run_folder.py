@@ -159,7 +159,9 @@ def check_depth(run: RunFolder, source: ResolvedModel) -> None:
     ):
         return
     found = {int(number) for name in names for number in re.findall(r"(?:^|\.)(\d+)\.", name)}
-    depth = getattr(source.config().get_text_config(), "num_hidden_layers", 0)
+    text = source.config().get_text_config()
+    crossed = getattr(text, "cross_attention_layers", None) or ()  # these get no adapter
+    depth = getattr(text, "num_hidden_layers", 0) - len(crossed)
     if not found or found != set(range(len(found))) or depth <= len(found):
         return
     last = next(name for name in names if f".{len(found) - 1}." in f".{name}")
