@@ -22,6 +22,10 @@ class Decision(Generic[T]):
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: `{"chosen": ..., "why": ..., "rejected": ...}`; empty parts left out."""
-        plain = self.value if isinstance(self.value, str | int | float | bool | None) else str(self.value)
+        plain = (
+            self.value
+            if isinstance(self.value, str | int | float | bool | None)
+            else str(self.value).removeprefix("torch.")
+        )
         found: dict[str, Any] = {"chosen": plain, "why": self.reason, "rejected": dict(self.rejected)}
         return {key: value for key, value in found.items() if key == "chosen" or value}

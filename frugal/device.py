@@ -6,11 +6,13 @@ import difflib
 import functools
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
 import torch
 
+from frugal.decision import Decision
 from frugal.errors import ConfigError, UnsupportedError
 from frugal.units import GIB
 
@@ -69,16 +71,6 @@ class Device:
         return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", self.index)
 
 
-@dataclass(frozen=True)
-class DtypeChoice:
-    """The dtype a run computes in. Adapters and optimizer state are float32 whatever it is."""
-
-    compute: torch.dtype
-    loss_scaling: bool
-    """float16 has 5 exponent bits: small gradients vanish unless the loss is scaled up first."""
-    reason: str
-
-
 def probe() -> Device:
     """The device this process would train on: the current CUDA device, else the CPU."""
     return describe("cuda" if torch.cuda.is_available() else "cpu")
@@ -105,20 +97,26 @@ def _cuda_device(index: int, amd: bool) -> Device:
     return Device("cuda", index, found.name, found.total_memory, capability, amd)
 
 
-def resolve_dtype(asked: str, device: Device) -> DtypeChoice:
-    """The compute dtype for ``model.dtype`` (auto, bfloat16, float16, float32) on ``device``.
+def needs_loss_scaling(compute: torch.dtype) -> bool:
+    """float16 has 5 exponent bits: small gradients vanish unless the loss is scaled up first."""
+    return compute is torch.float16
+
+
+def resolve_dtype(asked: str, device: Device) -> Decision[torch.dtype]:
+    """The dtype a run computes in on ``device``, for ``model.dtype``: auto, bfloat16, float16 or float32.
+
+    Adapters and optimizer state are float32 whatever it is.
 
     Raises:
         UnsupportedError: bfloat16 was asked for by name on a GPU that has none. Call this before any download.
     """
+    decided = partial(Decision[torch.dtype], "model.dtype")
     if asked == "auto":
         if device.kind == "cpu":
-            return DtypeChoice(torch.float32, False, "CPU: 16-bit matrix products are many times slower than float32")
+            return decided(torch.float32, "CPU: 16-bit matrix products are many times slower than float32")
         if device.has_bf16:
-            return DtypeChoice(torch.bfloat16, False, f"{device.name} has bfloat16")
-        return DtypeChoice(
-            torch.float16, True, f"{device.name}{_capability(device)} has no bfloat16: float16 with loss scaling"
-        )
+            return decided(torch.bfloat16, f"{device.name} has bfloat16")
+        return decided(torch.float16, f"{device.name}{_capability(device)} has no bfloat16: float16 with loss scaling")
     dtype = _DTYPES.get(asked)
     if dtype is None:
         raise UnsupportedError(f"model.dtype is {asked!r}; allowed: auto, {', '.join(_DTYPES)}.")
@@ -129,7 +127,7 @@ def resolve_dtype(asked: str, device: Device) -> DtypeChoice:
             "`model.dtype: float32` (slower, needs no scaling)."
         )
     slow = "; on a CPU many times slower than float32" if device.kind == "cpu" and dtype is not torch.float32 else ""
-    return DtypeChoice(dtype, dtype is torch.float16, f"asked for by model.dtype{slow}")
+    return decided(dtype, f"asked for by model.dtype{slow}")
 
 
 def _capability(device: Device) -> str:

@@ -115,10 +115,6 @@ class Manifest:
         """Record a decision under ``implementations``: what was chosen, why, and why each alternative was not."""
         self.add("implementations", {decision.key: decision.to_json()})
 
-    def choose(self, part: str, chosen: str, *, why: str = "", rejected: Mapping[str, str] | None = None) -> None:
-        """Record which implementation of ``part`` runs, and why each other one does not."""
-        self.decide(Decision(part, chosen, why, rejected or {}))
-
     def peak(self, phase: str, peak_bytes: int) -> None:
         """Record the measured peak of a phase (load, step, evaluate, save), in bytes; the highest stays."""
         before = self.content.get("measured_peak_bytes", {}).get(phase, 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -12,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 # Last parts of names of linear layers that choose experts or score: tiny, and a wrong choice costs more than the bytes.
 _ROUTERS = re.compile(r"(^|\.)(gate|router|wg|shared_expert_gate|classifier|score)$")
+_HOOKED = "frugal_engine_hooks"
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -20,6 +23,29 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if isinstance(module, GradientCheckpointingLayer) and not inside(name, found):
             found[name] = module
+    return found
+
+
+@dataclass(frozen=True)
+class EngineHooks:
+    """What an engine that partitions parameters by hooks did to a module. It marks each instance (`mark_hooked`)."""
+
+    count: int
+    """Forward hooks, and as many pre-hooks, that the engine has on the module: they gather and give up."""
+    gathered: Callable[[], AbstractContextManager[None]]
+    """Inside, the module's frozen parameters are whole, though its forward is not called."""
+
+
+def mark_hooked(module: nn.Module, hooks: EngineHooks | None) -> None:
+    """Leave on the module what an engine did to it; None when its hooks are gone."""
+    vars(module).pop(_HOOKED, None)
+    if hooks is not None:
+        vars(module)[_HOOKED] = hooks
+
+
+def engine_hooks(module: nn.Module) -> EngineHooks | None:
+    """What `mark_hooked` left on the module."""
+    found: EngineHooks | None = vars(module).get(_HOOKED)
     return found
 
 

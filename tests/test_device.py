@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from frugal.device import Device, probe, resolve_dtype
+from frugal.device import Device, needs_loss_scaling, probe, resolve_dtype
 
 
 def test_importing_starts_no_cuda() -> None:
@@ -26,5 +26,5 @@ def test_probe_of_this_machine() -> None:
 @pytest.mark.parametrize("asked", ["bfloat16", "float16", "float32"])
 def test_a_cpu_does_what_it_is_told(asked: str) -> None:
     choice = resolve_dtype(asked, Device("cpu", 0, "CPU", 1 << 34, None))
-    assert choice.compute == getattr(torch, asked)
-    assert choice.loss_scaling == (asked == "float16")
+    assert choice.value is getattr(torch, asked)
+    assert needs_loss_scaling(choice.value) == (asked == "float16")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from frugal.decision import Decision
 from frugal.errors import CheckpointError
 from frugal.manifest import FILE_NAME, Manifest, git_commit, versions
 
@@ -39,8 +40,8 @@ def test_stages_are_on_disk(tmp_path: Path) -> None:
 
 def test_sections_merge_and_peaks_keep_the_highest() -> None:
     manifest = Manifest()
-    manifest.choose("attention", "frugal", why="sm_80", rejected={"flash_attn": "not installed"})
-    manifest.choose("loss", "chunked")
+    manifest.decide(Decision("attention", "frugal", "sm_80", {"flash_attn": "not installed"}))
+    manifest.decide(Decision("loss", "chunked", ""))
     for peak in (5, 9, 7):
         manifest.peak("step", peak)
     with pytest.raises(RuntimeError), manifest.timed("load"):

@@ -84,6 +84,10 @@ class _Host:
                     break
                 time.sleep(0.1)
         except torch.distributed.DistError as second:
+            # the store's keeper may have stopped because of the same one, and sooner than this process looked
+            gone = [other for other in others if other != 0 and self._ended(other)]
+            if gone:
+                return f"{self.name(gone[0])} has ended (killed, or out of host memory). {_WAY_ON}"
             keeper = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else self.name(0)
             return f"the connection to {keeper} is lost ({_first_line(second)}). {_WAY_ON}"
         whose = f"did not answer: {', '.join(map(self.name, silent))}" if silent else "it failed on all of them"

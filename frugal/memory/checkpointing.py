@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from frugal.errors import UnsupportedError
 from frugal.memory.offload import DiskStore, HostStore, Slot, Store
-from frugal.model_structure import decoder_layers
+from frugal.model_structure import decoder_layers, engine_hooks
 from frugal.ops import recompute
 
 Policy = Literal["none", "recompute", "offload", "disk", "auto"]
@@ -60,7 +60,7 @@ def apply_activation_checkpointing(
     for index, (name, layer) in enumerate(layers.items()):
         store = handle.store if index < len(layers) - 1 else None
         checkpoint = LayerCheckpoint(name, layer, store)
-        if "pre_bwd_fn" in vars(layer):  # a unit of DeepSpeed's ZeRO-3
+        if engine_hooks(layer) is not None:
             handle.attach_inside(layer, checkpoint)
         else:
             handle.attach(layer, checkpoint)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from frugal.codecs.base import EncodedModule
 from frugal.codecs.dense import UpcastLinear
+from frugal.model_structure import engine_hooks
 from frugal.ops.weights import Weight
 
 
@@ -77,22 +78,19 @@ def own_class(module: nn.Module) -> type:
 def gathered(module: nn.Module) -> Iterator[None]:
     """Inside, a sharded module has its parameters whole (a collective), though its forward is not called.
 
-    That of a unit of `fully_shard`, and under DeepSpeed's ZeRO-3 that of a frozen module; one that is trained must stay
-    whole until its backward pass, which DeepSpeed sees to when the parameter is read.
+    That of a unit of `fully_shard`, and that of a frozen module which an engine partitioned (`engine_hooks`); one that
+    is trained must stay whole until its backward pass, which the engine sees to when the parameter is read.
     """
     unit: Any = module if is_unit(module) else None
-    parts = _partitioned(module)
-    if unit is not None:
-        unit.unshard()
-    if parts:
-        parts[0].all_gather(parts)
-    try:
-        yield
-    finally:
+    hooks = engine_hooks(module)
+    with contextlib.nullcontext() if hooks is None else hooks.gathered():
         if unit is not None:
-            unit.reshard()
-        if parts:
-            parts[0].partition(parts)
+            unit.unshard()
+        try:
+            yield
+        finally:
+            if unit is not None:
+                unit.reshard()
 
 
 def whole_weight(module: nn.Module, device: torch.device) -> Tensor | None:
@@ -113,17 +111,10 @@ def whole_weight(module: nn.Module, device: torch.device) -> Tensor | None:
         return full.detach()
 
 
-def _partitioned(module: nn.Module) -> list[Any]:
-    """Parameters of a frozen module that ZeRO-3 has cut and not gathered now."""
-    parameters: list[Any] = list(module.parameters())
-    if any(parameter.requires_grad for parameter in parameters):
-        return []
-    return [p for p in parameters if hasattr(p, "ds_status") and p.ds_status.name == "NOT_AVAILABLE"]
-
-
 def _hooked(module: nn.Module) -> bool:
-    # hooks of fully_shard, of ZeRO-3: they gather; who reads the parameters himself gathers them himself
-    gathers = 1 if is_unit(module) else 2 if "pre_bwd_fn" in vars(module) else 0
+    # hooks of fully_shard, of an engine: they gather; who reads the parameters himself gathers them himself
+    engine = engine_hooks(module)
+    gathers = 1 if is_unit(module) else engine.count if engine is not None else 0
     return bool(
         len(module._forward_hooks) > gathers or len(module._forward_pre_hooks) > gathers or module._backward_hooks
     )

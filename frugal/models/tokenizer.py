@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from frugal.decision import Decision
 from frugal.errors import ConfigError, ModelError, UnsupportedError
 from frugal.models.resolve import ResolvedModel
 
@@ -19,15 +19,6 @@ log = logging.getLogger("frugal.models")
 
 # Names under which models carry tokens that nothing uses; those made for padding come first.
 _SPARE = (re.compile(r"pad", re.I), re.compile(r"reserved|unused|extra_id|dummy", re.I))
-
-
-@dataclass(frozen=True)
-class PadChoice:
-    """Which token fills short rows up, and why."""
-
-    token: str
-    id: int
-    reason: str
 
 
 def load_tokenizer(
@@ -61,9 +52,9 @@ def load_tokenizer(
             "needed to know which tokens are trained."
         )
     choice = choose_pad(tokenizer, table_rows(source.config()))
-    if tokenizer.pad_token != choice.token:
-        tokenizer.pad_token = choice.token
-    log.info("pad token %s (id %d): %s", choice.token, choice.id, choice.reason)
+    if tokenizer.pad_token != choice.value:
+        tokenizer.pad_token = choice.value
+    log.info("pad token %s (id %d): %s", choice.value, tokenizer.pad_token_id, choice.reason)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     _add(tokenizer, add_tokens)
@@ -96,7 +87,7 @@ def rows_needed(tokenizer: PreTrainedTokenizerBase, config: Any) -> int:
     return max(table_rows(config), highest + 1)
 
 
-def choose_pad(tokenizer: PreTrainedTokenizerBase, rows: int) -> PadChoice:
+def choose_pad(tokenizer: PreTrainedTokenizerBase, rows: int) -> Decision[str]:
     """A pad token whose id lies inside a table of ``rows`` rows.
 
     The tokenizer's own if it does; else a spare token of the vocabulary that the chat template does not use; else the
@@ -104,7 +95,7 @@ def choose_pad(tokenizer: PreTrainedTokenizerBase, rows: int) -> PadChoice:
     """
     own = tokenizer.pad_token
     if own is not None and tokenizer.pad_token_id is not None and tokenizer.pad_token_id < rows:
-        return PadChoice(own, int(tokenizer.pad_token_id), "the tokenizer's own")
+        return Decision("pad token", own, "the tokenizer's own")
     why = "the tokenizer has none" if own is None else f"its own ({own}) has no row in the table of {rows}"
     template = str(tokenizer.chat_template or "")
     taken = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, own}
@@ -112,10 +103,10 @@ def choose_pad(tokenizer: PreTrainedTokenizerBase, rows: int) -> PadChoice:
     for pattern in _SPARE:
         for token, id_ in sorted(added.items(), key=lambda item: item[1]):
             if pattern.search(token) and id_ < rows and token not in taken and token not in template:
-                return PadChoice(token, int(id_), f"{why}; a spare token of the vocabulary")
+                return Decision("pad token", token, f"{why}; a spare token of the vocabulary")
     if tokenizer.eos_token is None or tokenizer.eos_token_id is None or tokenizer.eos_token_id >= rows:
         raise ModelError(f"The tokenizer has no pad and no end token inside the table of {rows} rows.")
-    return PadChoice(tokenizer.eos_token, int(tokenizer.eos_token_id), f"{why}; the end token, masked by length")
+    return Decision("pad token", tokenizer.eos_token, f"{why}; the end token, masked by length")
 
 
 @torch.no_grad()

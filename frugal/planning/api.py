@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from frugal.config import Config, load_config
+from frugal.decision import Decision
 from frugal.errors import ConfigError
 from frugal.planning.inputs import planned_device
 from frugal.planning.planner import Plan, Planner
@@ -121,38 +124,37 @@ def plan(
     return planner.plan()
 
 
-@dataclass(frozen=True)
-class StrategyChoice:
+class Sharing(NamedTuple):
     """How several ranks share a run."""
 
     strategy: StrategyName | None
     """None: one process."""
     shard_base: bool
-    reason: str
 
 
-def choose_strategy(planner: Planner) -> StrategyChoice:
+def choose_strategy(planner: Planner) -> Decision[Sharing]:
     """What ``planner.strategy`` and ``planner.shard_base`` leave open, for ``planner.world_size`` ranks.
 
     Every rank must come to the same answer: call it where devices are alike, or on one rank for all.
     """
+    decided = partial(Decision[Sharing], "distributed.strategy")
     if planner.world_size == 1:
-        return StrategyChoice(None, False, "one process")
+        return decided(Sharing(None, False), "one process")
     asked = planner.strategy
     if asked in ("ddp", "zero1", "zero2"):
-        return StrategyChoice(asked, False, f"distributed.strategy is {asked}: the base is whole on every GPU")
+        return decided(Sharing(asked, False), f"distributed.strategy is {asked}: the base is whole on every GPU")
     if asked == "zero3":
-        return StrategyChoice(asked, True, "distributed.strategy is zero3: everything is cut")
+        return decided(Sharing(asked, True), "distributed.strategy is zero3: everything is cut")
     if asked is not None and planner.shard_base is not None:
-        return StrategyChoice(asked, planner.shard_base, "as configured")
+        return decided(Sharing(asked, planner.shard_base), "as configured")
     copies: StrategyName = "fsdp2" if asked == "fsdp2" else "ddp"
     if planner.shard_base is True:
-        return StrategyChoice("fsdp2", True, "distributed.shard_base is true")
+        return decided(Sharing("fsdp2", True), "distributed.shard_base is true")
     need = least_bytes(replace(planner, strategy=copies, shard_base=False))
     shown = f"{gib(need)} of tensors on each GPU, {gib(planner.budget_bytes)} there"
     if need <= planner.budget_bytes or planner.shard_base is False:
-        return StrategyChoice(copies, False, f"the base fits each GPU: {shown}")
-    return StrategyChoice("fsdp2", True, f"the base does not fit each GPU: {shown}")
+        return decided(Sharing(copies, False), f"the base fits each GPU: {shown}")
+    return decided(Sharing("fsdp2", True), f"the base does not fit each GPU: {shown}")
 
 
 def least_bytes(planner: Planner) -> int:
@@ -166,9 +168,8 @@ def least_bytes(planner: Planner) -> int:
     return max(peaks)
 
 
-def settled(planner: Planner) -> tuple[Planner, StrategyChoice]:
+def settled(planner: Planner) -> tuple[Planner, Decision[Sharing]]:
     """The same planner with strategy and shard_base decided."""
     choice = choose_strategy(planner)
-    return replace(
-        planner, strategy=choice.strategy, shard_base=choice.shard_base, strategy_reason=choice.reason
-    ), choice
+    strategy, shard_base = choice.value
+    return replace(planner, strategy=strategy, shard_base=shard_base, strategy_reason=choice.reason), choice

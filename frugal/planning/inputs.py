@@ -13,7 +13,8 @@ from huggingface_hub import errors as hub
 from transformers import AutoConfig
 
 from frugal.assets import is_known
-from frugal.device import BF16_FROM, Device, DtypeChoice, find_gpu, probe, resolve_dtype
+from frugal.decision import Decision
+from frugal.device import BF16_FROM, Device, find_gpu, probe, resolve_dtype
 from frugal.errors import ModelError, UnsupportedError
 from frugal.planning.architectures import architectures, known_architecture
 from frugal.units import nominal_gib, parse_size
@@ -25,10 +26,10 @@ class Planned(Device):
 
     host_bytes: int
     """Memory of the machine, or what --host-ram says; 0: not known."""
-    dtype: DtypeChoice
+    dtype: Decision[torch.dtype]
 
     @classmethod
-    def of(cls, device: Device, *, host_bytes: int, dtype: DtypeChoice) -> Planned:
+    def of(cls, device: Device, *, host_bytes: int, dtype: Decision[torch.dtype]) -> Planned:
         """A plan's view of ``device``."""
         return cls(**vars(device), host_bytes=host_bytes, dtype=dtype)
 

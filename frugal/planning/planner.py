@@ -116,7 +116,7 @@ class Planner:
                 config.lora,
                 config.train,
                 config.memory,
-                self.device.dtype.compute,
+                self.device.dtype.value,
                 self.device,
                 vocab_size=self.vocab_size,
                 packed=config.data.packing,
@@ -144,7 +144,7 @@ class Planner:
         """Tokens of a micro-batch from which on chunks of the loss, tiles of the MLP and attention's workspace have
         their full size."""
         text = self.architecture.get_text_config()
-        itemsize = self.device.dtype.compute.itemsize
+        itemsize = self.device.dtype.value.itemsize
         widest = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         tile = TILE_BYTES // (4 * widest * itemsize)
         chunk = CHUNK_BYTES // (4 * text.vocab_size)
@@ -186,7 +186,7 @@ class Planner:
             kind=self.device.kind,
             layers=sim.layers,
             hidden_size=int(self.architecture.get_text_config().hidden_size),
-            itemsize=self.device.dtype.compute.itemsize,
+            itemsize=self.device.dtype.value.itemsize,
             tokens=tokens,
             policy=policy,
             trained_bytes=4 * trained,
@@ -264,7 +264,7 @@ class Planner:
             disk=around.disk,
             parameters=parameters,
             trained=trained,
-            compute=dtype_name(self.device.dtype.compute),
+            compute=dtype_name(self.device.dtype.value),
             tried=tried,
             sharing=sim.sharing,
             strategy_reason=self.strategy_reason,

@@ -108,7 +108,7 @@ class RunEvents:
             section, _, key = one.key.partition(".")
             was_auto = asked[section].get(key) == "auto"
             self.manifest.add("decisions", {one.key: {**one.to_json(), **({"asked": "auto"} if was_auto else {})}})
-        compute = str(dtype.compute).removeprefix("torch.")
+        compute = str(dtype.value).removeprefix("torch.")
         self._decided("compute dtype", compute, dtype.reason)
         in_backward = machine.in_backward
         self._decided(

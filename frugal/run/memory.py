@@ -12,7 +12,8 @@ import torch
 
 from frugal.config import Config
 from frugal.data import PreparedData, TokenDataset
-from frugal.device import Device, DtypeChoice
+from frugal.decision import Decision
+from frugal.device import Device
 from frugal.distributed import group as ranks
 from frugal.errors import FrugalError
 from frugal.memory.space import is_out_of_memory
@@ -50,7 +51,7 @@ def make_planner(
     plan: TrainPlan,
     order: StepOrder,
     device: Device,
-    dtype: DtypeChoice,
+    dtype: Decision[torch.dtype],
     vocab_size: int,
 ) -> Planner:
     """A planner of this run's largest micro-batch on this device, so far for one process."""

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from frugal.config import Config
 from frugal.data import PreparedData
 from frugal.decision import Decision
-from frugal.device import Device, DtypeChoice, resolve_dtype
+from frugal.device import Device, needs_loss_scaling, resolve_dtype
 from frugal.distributed import group as ranks
 from frugal.distributed.launch import Launch, check_group, read_launch, unused_gpus
 from frugal.distributed.strategy import Strategy
@@ -45,7 +45,7 @@ class Machine:
     accelerator: Accelerator
     launch: Launch
     device: Device
-    dtype: DtypeChoice
+    dtype: Decision[torch.dtype]
     in_backward: Decision[bool]
     notes: list[str]
     """About the launch, for the user."""
@@ -53,8 +53,7 @@ class Machine:
     @property
     def decisions(self) -> list[Decision[Any]]:
         """`model.dtype` and `memory.optimizer_in_backward`."""
-        name = str(self.dtype.compute).removeprefix("torch.")
-        return [Decision("model.dtype", name, self.dtype.reason), self.in_backward]
+        return [self.dtype, self.in_backward]
 
 
 def open_machine(config: Config) -> Machine:
@@ -72,12 +71,12 @@ def open_machine(config: Config) -> Machine:
     gpus = torch.cuda.device_count() if device.kind == "cuda" else 0
     check_group(launch, world_size=ranks.world_size(), gpus=gpus)
     dtype = resolve_dtype(config.model.dtype, device)
-    check_attention(device.torch_device, dtype.compute, config.memory.attention)
+    check_attention(device.torch_device, dtype.value, config.memory.attention)
     in_backward = optimizer_in_backward(
         config.memory.optimizer_in_backward,
         gradient_accumulation_steps=train.gradient_accumulation_steps,
         max_grad_norm=train.max_grad_norm,
-        loss_scaling=dtype.loss_scaling,
+        loss_scaling=needs_loss_scaling(dtype.value),
         world_size=ranks.world_size(),
     )
     notes = [note for note in (*launch.notes, unused_gpus(launch, gpus)) if note]

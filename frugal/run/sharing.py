@@ -83,8 +83,9 @@ def _choice(planner: Planner) -> tuple[str, bool, str]:
         name = planner.strategy or "fsdp2"
         cut = name == "zero3" or (name == "fsdp2" and planner.shard_base is not False)
         return name, cut, f"{told}: as configured, and everything cut"
-    assert found.strategy is not None
-    return found.strategy, found.shard_base, found.reason
+    strategy, shard_base = found.value
+    assert strategy is not None
+    return strategy, shard_base, found.reason
 
 
 def _refuse_keys(config: Config, name: str) -> None:

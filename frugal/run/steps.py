@@ -14,7 +14,8 @@ from frugal.adapters.targets import resolve_targets
 from frugal.checkpoints.rotation import check_space, checkpoint_bytes, kept_at_once
 from frugal.config import Config
 from frugal.data import PreparedData, build
-from frugal.device import Device, DtypeChoice
+from frugal.decision import Decision
+from frugal.device import Device
 from frugal.distributed import group as ranks
 from frugal.models.build import BuiltModel, ModelSpec, OnLayer
 from frugal.models.build import build as build_model
@@ -66,7 +67,7 @@ def load_model(
     base: ResolvedModel,
     tokenizer: Any,
     device: Device,
-    dtype: DtypeChoice,
+    dtype: Decision[torch.dtype],
     take_layer: OnLayer | None = None,
 ) -> BuiltModel:
     """Load the base as configured, put a fresh adapter on it, and replace what is proven equal by fused modules.
@@ -77,7 +78,7 @@ def load_model(
         source=base,
         quantize=config.model.quantize,
         double_quant=config.model.bnb_4bit_use_double_quant,
-        dtype=dtype.compute,
+        dtype=dtype.value,
         device=device.torch_device,
         vocab_size=rows_needed(tokenizer, base.config()),
         embedding=config.memory.embedding,

@@ -15,6 +15,7 @@ from frugal.checkpoints.read import load_checkpoint, put_adapter, restore
 from frugal.checkpoints.resume import check_plan, data_fingerprint, run_clock, run_identity, starting_point
 from frugal.checkpoints.write import CheckpointWriter, side_files
 from frugal.config import Config, load_config
+from frugal.device import needs_loss_scaling
 from frugal.distributed import group
 from frugal.distributed.sanity_checks import preflight
 from frugal.errors import MemoryBudgetError
@@ -182,7 +183,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             memory=memory,
             save_steps=config.output.save_steps,
             keep_best=config.output.keep_best,
-            loss_scaling=machine.dtype.loss_scaling,
+            loss_scaling=needs_loss_scaling(machine.dtype.value),
             step_in_backward=machine.in_backward.value,
         )
         fallback = start_fallback(memory, forecast, events.say)

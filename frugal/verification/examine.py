@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frugal.decision import Decision
-from frugal.device import Device, DtypeChoice, probe, resolve_dtype
+from frugal.device import Device, needs_loss_scaling, probe, resolve_dtype
 from frugal.manifest import versions
 from frugal.ops.registry import choices
 from frugal.ops.rows import COMPILED_FOR, no_tensor_cores, no_triton
@@ -32,7 +32,7 @@ class Diagnosis:
     """What `frugal doctor` found out."""
 
     device: Device
-    dtype: DtypeChoice
+    dtype: Decision[torch.dtype]
     versions: dict[str, str]
     choices: list[Decision[str]]
     checks: list[Check]
@@ -48,10 +48,14 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        compute = str(self.dtype.compute).removeprefix("torch.")
+        compute = str(self.dtype.value).removeprefix("torch.")
         return {
             "device": {**self.device.to_json(), "target": self.device.label, "mig": self.device.mig},
-            "dtype": {"compute": compute, "loss_scaling": self.dtype.loss_scaling, "reason": self.dtype.reason},
+            "dtype": {
+                "compute": compute,
+                "loss_scaling": needs_loss_scaling(self.dtype.value),
+                "reason": self.dtype.reason,
+            },
             "versions": self.versions,
             "choices": [
                 {"op": one.key, "implementation": one.value, "reason": one.reason, "rejected": dict(one.rejected)}
@@ -71,14 +75,14 @@ def examine() -> Diagnosis:
     start = time.perf_counter()
     device = probe()
     dtype = resolve_dtype("auto", device)
-    checks = list(run_checks(Subject(device.torch_device, dtype.compute)))
+    checks = list(run_checks(Subject(device.torch_device, dtype.value)))
     return Diagnosis(
         device,
         dtype,
         versions(),
-        choices(device, dtype.compute),
+        choices(device, dtype.value),
         checks,
-        evidence(device, dtype.compute, checks),
+        evidence(device, dtype.value, checks),
         notes(device),
         time.perf_counter() - start,
     )
@@ -135,7 +139,7 @@ def render(found: Diagnosis) -> Group:
 def _parts(found: Diagnosis) -> Iterator[Any]:
     device = found.device
     yield Text(f"{device.name} ({device.label}), {gib(device.total_bytes)}", style="bold")
-    yield Text(f"computes in {str(found.dtype.compute).removeprefix('torch.')}: {found.dtype.reason}")
+    yield Text(f"computes in {str(found.dtype.value).removeprefix('torch.')}: {found.dtype.reason}")
     yield Text(", ".join(f"{name} {found.versions[name]}" for name in _SHOWN_VERSIONS if name in found.versions))
     for note in found.notes:
         yield Text(f"note: {note}", style="yellow")

@@ -92,9 +92,9 @@ def test_shards_that_rest_on_the_host(folder: Path) -> None:
 
 
 def test_the_choice_of_a_strategy(folder: Path) -> None:
-    assert choose_strategy(planner(folder)).strategy is None
+    assert choose_strategy(planner(folder)).value.strategy is None
     roomy = choose_strategy(planner(folder, world_size=2))
-    assert (roomy.strategy, roomy.shard_base) == ("ddp", False)
+    assert roomy.value == ("ddp", False)
     assert "fits each GPU" in roomy.reason
     whole = planner(folder, world_size=2, strategy="ddp", shard_base=False)
     cut = planner(folder, world_size=2, strategy="fsdp2", shard_base=True)
@@ -102,12 +102,12 @@ def test_the_choice_of_a_strategy(folder: Path) -> None:
     assert least < need
     tight = planner(folder, world_size=2, memory={"budget": str((need + least) // 2)})
     found = choose_strategy(tight)
-    assert (found.strategy, found.shard_base) == ("fsdp2", True)
+    assert found.value == ("fsdp2", True)
     assert "does not fit" in found.reason
     asked = choose_strategy(replace(tight, strategy="fsdp2", simulations={}))
-    assert (asked.strategy, asked.shard_base) == ("fsdp2", True)
-    assert choose_strategy(planner(folder, world_size=2, strategy="fsdp2")).shard_base is False
-    assert choose_strategy(replace(tight, strategy="ddp")).strategy == "ddp"
+    assert asked.value == ("fsdp2", True)
+    assert choose_strategy(planner(folder, world_size=2, strategy="fsdp2")).value.shard_base is False
+    assert choose_strategy(replace(tight, strategy="ddp")).value.strategy == "ddp"
     plan = settled(tight)[0].plan(with_line=False)
     assert plan.strategy_reason == found.reason
     assert plan.phases["steady_step"].bytes == least

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import frugal.run.train
-from frugal.device import Device, resolve_dtype
+from frugal.device import Device, needs_loss_scaling, resolve_dtype
 from frugal.errors import UnsupportedError
 from frugal.files import read_json
 from tests.support import runs
@@ -24,7 +24,7 @@ CPU = Device("cpu", 0, "CPU", 16 << 30, None)
 )
 def test_auto(device: Device, dtype: torch.dtype, scaling: bool) -> None:
     choice = resolve_dtype("auto", device)
-    assert (choice.compute, choice.loss_scaling) == (dtype, scaling)
+    assert (choice.value, needs_loss_scaling(choice.value)) == (dtype, scaling)
     assert choice.reason
 
 
@@ -36,9 +36,9 @@ def test_explicit_bf16_on_a_t4_stops_with_the_line_to_change() -> None:
 
 
 def test_explicit_choices_are_kept() -> None:
-    assert resolve_dtype("bfloat16", A100).compute is torch.bfloat16
-    assert resolve_dtype("float16", A100).loss_scaling
-    assert resolve_dtype("float32", T4).compute is torch.float32
+    assert resolve_dtype("bfloat16", A100).value is torch.bfloat16
+    assert resolve_dtype("float16", A100).value is torch.float16
+    assert resolve_dtype("float32", T4).value is torch.float32
 
 
 def test_the_run_stops_before_anything_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

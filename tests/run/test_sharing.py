@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from frugal.config import Config, load_config
-from frugal.device import DtypeChoice
+from frugal.decision import Decision
 from frugal.distributed.launch import Launch
 from frugal.distributed.strategy import OneProcess
 from frugal.errors import ConfigError
@@ -35,7 +35,7 @@ def config(folder: Path, **distributed: Any) -> Config:
 
 
 def planner(given: Config, folder: Path, **known: Any) -> Planner:
-    dtype = DtypeChoice(torch.bfloat16, False, "test")
+    dtype = Decision("model.dtype", torch.bfloat16, "test")
     device = Planned("cuda", 0, "test", 24 << 30, (8, 0), host_bytes=64 << 30, dtype=dtype)
     return Planner(given, device, AutoConfig.from_pretrained(folder), **known)
 

@@ -13,7 +13,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from frugal.device import Device, DtypeChoice
+from frugal.decision import Decision
+from frugal.device import Device
 from frugal.ops.registry import choices
 from frugal.verification import Check, Diagnosis, Subject, examine, judge, operations, run_checks
 from frugal.verification.examine import evidence, notes, render
@@ -175,7 +176,7 @@ def test_one_wrong_of_several_is_wrong() -> None:
 def test_a_gpu_of_which_something_is_wrong(found: Diagnosis) -> None:
     device = Device("cuda", 0, "NVIDIA A100-SXM4-40GB MIG 1g.5gb", 5 * 2**30, (8, 0))
     wrong = Check("kernels.rope", "triton", "q and k in place", False, None, 0.1, "run on this GPU", "RuntimeError: x")
-    diagnosis = Diagnosis(device, DtypeChoice(torch.bfloat16, False, "it has bfloat16"), found.versions,
+    diagnosis = Diagnosis(device, Decision("model.dtype", torch.bfloat16, "it has bfloat16"), found.versions,
                           choices(device, torch.bfloat16), [wrong], evidence(device, torch.bfloat16, [wrong]),
                           notes(device), 3.0)  # fmt: skip
     text = shown(diagnosis, 80)

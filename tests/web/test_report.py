@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from frugal.decision import Decision
 from frugal.errors import CheckpointError
 from frugal.manifest import Manifest
 from frugal.web.charts import Series, chart, smooth, thin, ticks
@@ -54,7 +55,7 @@ def run(tmp_path: Path) -> Path:
             "files": ["a.json", "b.json"],
         },
     )
-    manifest.choose("attention", "sdpa", rejected={"flash_attn": "<not here>"})
+    manifest.decide(Decision("attention", "sdpa", "", {"flash_attn": "<not here>"}))
     manifest.peak("step", 905_000_000)
     manifest.add("forecast", {"device": {"phases": {"steady_step": {"bytes": 2 << 30}, "save": {"bytes": 1 << 20}}}})
     manifest.add("warm-up step", {"step_bytes": 2_190_433_321, "eval_bytes": 0, "save_bytes": 1 << 20, "rows": 2})

@@ -36,7 +36,7 @@ from frugal.distributed.zero.config import (
 )
 from frugal.distributed.zero.state import deprecated_names
 from frugal.errors import UnsupportedError
-from frugal.model_structure import decoder_layers
+from frugal.model_structure import decoder_layers, mark_hooked
 
 T = TypeVar("T")
 
@@ -63,6 +63,7 @@ class Zero(Strategy):
         self.engine: Any = None
         self._trained: dict[str, nn.Parameter] = {}
         self._window: contextlib.ExitStack | None = None
+        self._marked: nn.Module | None = None
         self._waiting: list[Any] = []
         """Hooks of layers that were partitioned before the engine was there."""
 
@@ -118,6 +119,8 @@ class Zero(Strategy):
         self.engine.register_forward_hook(lambda *_: scope.close(), always_call=True)
         _refuse_casts(module, before)
         if self.sharded:
+            self._marked = module
+            zero_state.mark_units(module)
             zero_state.refuse_whole(module, self.world_size)
         return self.engine, optimizer
 
@@ -234,6 +237,9 @@ class Zero(Strategy):
         if self.engine is not None:
             self.engine.destroy()
             self.engine = None
+        for each in [] if self._marked is None else self._marked.modules():
+            mark_hooked(each, None)
+        self._marked = None
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from frugal.distributed.optimizer_state import OptimizerState
 from frugal.errors import CheckpointError, UnsupportedError
+from frugal.model_structure import EngineHooks, mark_hooked
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -108,6 +110,31 @@ def make_unit(name: str, layer: nn.Module) -> None:
 
     layer.register_forward_pre_hook(want_gradient)
     set_z3_leaf_module(layer, True)
+
+
+def mark_units(model: nn.Module) -> None:
+    """Tell who calls around a partitioned module's forward what the engine's hooks on it are (`engine_hooks`)."""
+    for module in model.modules():
+        if any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)) or _hooked(module):
+            mark_hooked(module, EngineHooks(2 if _hooked(module) else 0, partial(_gathered, module)))
+
+
+def _hooked(module: nn.Module) -> bool:
+    return "pre_bwd_fn" in vars(module)
+
+
+@contextlib.contextmanager
+def _gathered(module: nn.Module) -> Iterator[None]:
+    parameters: list[Any] = list(module.parameters())
+    parts = [p for p in parameters if hasattr(p, "ds_status") and p.ds_status.name == "NOT_AVAILABLE"]
+    if not parts or any(parameter.requires_grad for parameter in parameters):
+        yield
+        return
+    parts[0].all_gather(parts)
+    try:
+        yield
+    finally:
+        parts[0].partition(parts)
 
 
 def refuse_whole(module: nn.Module, world_size: int) -> None:
