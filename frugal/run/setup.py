@@ -53,7 +53,8 @@ class Machine:
     @property
     def decisions(self) -> list[Decision[Any]]:
         """`model.dtype` and `memory.optimizer_in_backward`."""
-        return [self.dtype, self.in_backward]
+        name = str(self.dtype.value).removeprefix("torch.")  # as it is written in a configuration
+        return [Decision(self.dtype.key, name, self.dtype.reason), self.in_backward]
 
 
 def open_machine(config: Config) -> Machine:
