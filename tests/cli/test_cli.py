@@ -20,7 +20,7 @@ def frugal(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
         [sys.executable, "-m", "frugal", *arguments],
         cwd=cwd,
         capture_output=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
     )
@@ -111,7 +111,7 @@ def test_names_and_words_are_utf8_in_a_c_locale(tmp_path: Path) -> None:
 def test_words_that_are_not_utf8_are_one_message(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG, encoding="utf-8")
     command = [sys.executable, "-m", "frugal", "train", "c.yaml", b"data.system_prompt=Gr\xfc\xdfe"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=600)
     assert done.returncode == 2
     assert b"must be UTF-8 text" in done.stderr
     assert b"Traceback" not in done.stderr
@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_written_is_one_message(tmp_path: Path, place: str
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m frugal schema | head -n 1"
-    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, timeout=60)
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, timeout=600)
     assert done.stdout == b"{\n"
     assert done.stderr == b""
 
@@ -167,7 +167,7 @@ def test_an_installed_wheel_carries_configurations_and_page_templates(tmp_path: 
         shutil.copyfile(root / name, source / name)
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-index", "--no-deps", "--no-build-isolation"]
     build += ["-w", str(tmp_path), str(source)]
-    subprocess.run(build, cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    subprocess.run(build, cwd=tmp_path, check=True, timeout=600, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
@@ -183,7 +183,7 @@ def test_an_installed_wheel_carries_configurations_and_page_templates(tmp_path: 
     )
     where = [sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    shown = subprocess.run(where, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=60)
+    shown = subprocess.run(where, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=600)
     assert shown.stdout.startswith(str(tmp_path / "site"))
     assert "<title>&lt;t&gt;</title>" in shown.stdout
     carried = {path.name for path in (tmp_path / "site" / "frugal" / "web" / "templates").iterdir()}
@@ -217,7 +217,7 @@ except AttributeError as error:
     assert "nothing" in str(error)
 assert "load_config" in dir(frugal)
 """
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=600)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_import_is_light() -> None:
         "assert not {'torch', 'transformers', 'peft', 'datasets'} & set(sys.modules), sorted(sys.modules)\n"
         "assert t < 5, t"  # a few tenths of a second; the bound only has to survive a busy machine
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
 @pytest.mark.parametrize(

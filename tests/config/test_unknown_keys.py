@@ -53,7 +53,7 @@ def test_the_command_leaves_with_2_before_anything_heavy_or_written(tmp_path: pa
     code = "import sys; sys.argv = ['frugal', 'train', 'config.yaml']\nfrom frugal.cli.main import main\n" + (
         "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: config.yaml: 7 faults\n")

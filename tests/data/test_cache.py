@@ -194,7 +194,7 @@ def test_two_processes_at_once_give_one_good_entry(shared_folder: Path) -> None:
     running = [_script(shared_folder, "go") for _ in range(2)]
     results = []
     for process in running:
-        out, errors = process.communicate(timeout=120)
+        out, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors.decode()
         results.append(json.loads(out))
     assert sorted(hits for hits, _ in results) == [0, 1]  # the second one waited and used the first one's work
@@ -205,10 +205,10 @@ def test_two_processes_at_once_give_one_good_entry(shared_folder: Path) -> None:
 def test_a_process_killed_while_writing_leaves_nothing_that_is_used(shared_folder: Path) -> None:
     started = time.monotonic()
     killed = _script(shared_folder, "die")
-    killed.communicate(timeout=120)
+    killed.communicate(timeout=600)
     assert killed.returncode == 9
     after = _script(shared_folder, "go")
-    out, errors = after.communicate(timeout=120)
+    out, errors = after.communicate(timeout=600)
     assert after.returncode == 0, errors.decode()
     assert json.loads(out)[0] == 0
     assert time.monotonic() - started < 100  # the dead process's lock is not waited for

@@ -270,7 +270,7 @@ def test_any_locale_reads_utf8(tmp_path: Path) -> None:
     paths = json.dumps([str(lines.parent), str(lines), str(table)])
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
     command = [sys.executable, "-c", READ_AND_PRINT, paths]
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr
     expected = [[[str(path), row["prompt"]] for row in ROWS] for path in (lines, lines, table)]
     assert [json.loads(line) for line in done.stdout.splitlines()] == expected

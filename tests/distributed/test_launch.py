@@ -143,7 +143,7 @@ def test_launch_files_are_shipped_and_said_to_be(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

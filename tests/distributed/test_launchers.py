@@ -87,7 +87,7 @@ def test_a_launcher_that_starts_one_process_is_refused(made: Runs) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         env=ENVIRONMENT,
         check=False,
     )
@@ -98,7 +98,7 @@ def test_a_launcher_that_starts_one_process_is_refused(made: Runs) -> None:
 
 def test_two_engines_are_a_contradiction(made: Runs) -> None:
     command = accelerate_launch("fsdp2", "train", str(made.file("both")), "distributed.strategy=ddp")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=ENVIRONMENT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=ENVIRONMENT, check=False)
     assert done.returncode != 0
     assert "distributed.strategy: ddp, but accelerate was started for fsdp2" in done.stderr
 
@@ -152,7 +152,7 @@ def test_a_signal_to_the_launcher_saves_once(made: Runs, start: Any) -> None:
     one.wait_for_steps(4)
     ranks = [one.rank(0), one.rank(1)]
     one.process.send_signal(signal.SIGTERM)
-    assert one.process.wait(timeout=60) != 0
+    assert one.process.wait(timeout=600) != 0
     _, left = psutil.wait_procs(ranks, timeout=10)
     assert not left
     checkpoints = list(folder.glob("checkpoint-*"))
@@ -171,7 +171,7 @@ def test_a_killed_rank_ends_the_run_soon_and_is_named(made: Runs, start: Any) ->
     pid = second.pid
     os.kill(pid, signal.SIGKILL)
     begun = time.monotonic()
-    assert one.process.wait(timeout=60) != 0
+    assert one.process.wait(timeout=600) != 0
     assert time.monotonic() - begun < 45
     _, left = psutil.wait_procs([first], timeout=5)
     assert not left

@@ -17,7 +17,7 @@ HOSTS = {"frugal-test-a": ("fgtest-a", "10.213.7.1"), "frugal-test-b": ("fgtest-
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def hosts() -> Iterator[None]:
         pytest.skip(f"network namespaces are not allowed here: {error.stderr.strip()}")
     finally:
         for name in HOSTS:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=20)
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=600)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
@@ -76,7 +76,7 @@ def test_two_hosts_train_what_one_process_trains(
         for process in processes:
             process.terminate()  # the launcher ends its ranks
         for process in processes:
-            process.wait(timeout=60)
+            process.wait(timeout=600)
     shown = "\n".join((tmp_path / f"{rank}.txt").read_text(encoding="utf-8")[-3000:] for rank in range(2))
     assert codes == [0, 0], shown
     assert "2 processes" in shown

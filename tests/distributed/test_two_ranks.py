@@ -46,7 +46,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
         for rank in range(2)
     ]
     for process in started:
-        _, errors = process.communicate(timeout=200)
+        _, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors
     return (
         [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)],

@@ -123,7 +123,7 @@ def test_a_signal_to_one_rank_stops_both_with_a_checkpoint(both: tuple[Path, Pat
         assert all(process.poll() is None for process in processes), launch.finish(processes)
         time.sleep(0.05)
     processes[1].send_signal(signal.SIGTERM)
-    errors = launch.finish(processes, code=143, timeout=60)
+    errors = launch.finish(processes, code=143, timeout=600)
     assert "Go on with --resume" in errors[0]
     steps = [int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*")]
     assert max(steps) == read_log(log)[-1]["step"]

@@ -102,7 +102,7 @@ def test_quick_commands_run(tmp_path: Path) -> None:
             if "--dry-run" in rest and not (tmp_path / words[2]).exists():
                 continue
             done = subprocess.run(
-                [sys.executable, "-m", "frugal", *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=60
+                [sys.executable, "-m", "frugal", *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=600
             )
             assert done.returncode == 0, (words, done.stderr)
             ran += 1
@@ -121,7 +121,7 @@ def test_the_readmes_message_is_what_is_printed(tmp_path: Path) -> None:
     )
     (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "frugal", "train", "mine.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "frugal", "train", "mine.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     (shown,) = [text for page, text in blocks("text") if "mine.yaml" in text]
     assert shown == "$ frugal train mine.yaml\n" + done.stderr

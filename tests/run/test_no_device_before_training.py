@@ -41,7 +41,7 @@ def test_import_validate_and_prepare_touch_no_device(tmp_path: Path, tiny_llama_
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("clean\n")

@@ -75,7 +75,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory, tiny_llama_folder: Path) -
         process = runs.start_cli("train", str(file), *(["--resume"] if name == "term" else []))
         _wait_past(process, folder, 6 if name == "kill" else 3)
         process.send_signal(number)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=600)
         assert process.returncode == (143 if name == "term" else -9), _tail(errors)
         if name == "term":
             assert "Go on with --resume" in errors
