@@ -150,7 +150,7 @@ def correctness() -> int:
     for check in found.checks:
         emit({"phase": "correctness", **check.to_json()})
     for choice in found.choices:
-        emit({"phase": "choice", "op": choice.op, "implementation": choice.name, "why": choice.reason})
+        emit({"phase": "choice", "op": choice.key, "implementation": choice.value, "why": choice.reason})
     return 0 if found.passed else 1
 
 

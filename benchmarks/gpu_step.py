@@ -123,7 +123,7 @@ def frugal_side(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -
         total, sums = module({"input_ids": ids, "labels": ids})
         return total / sums[1]
 
-    kinds = ", ".join(f"{kind}: {choice.name}" for kind, choice in attention.by_layer.items())
+    kinds = ", ".join(f"{kind}: {choice.value}" for kind, choice in attention.by_layer.items())
     return Side("frugal", model, loss, adamw(model), f"attention {attention.value} ({kinds})")
 
 

@@ -148,7 +148,7 @@ def test_greedy_answers_are_the_argmax_without_a_cache(loaded: LoadedRun) -> Non
 def test_a_conversation(loaded: LoadedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[dict[str, str]]] = []
 
-    def fake(model: Any, tokenizer: Any, messages: Any, config: Any, write: Any) -> tuple[str, bool]:
+    def fake(model: Any, tokenizer: Any, messages: Any, config: Any, write: Any, clock: Any) -> tuple[str, bool]:
         asked.append([dict(message) for message in messages])
         if messages[-1]["content"] == "long":
             raise DataError("too long")
