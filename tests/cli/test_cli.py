@@ -183,7 +183,9 @@ def test_an_installed_wheel_carries_configurations_and_page_templates(tmp_path: 
     )
     where = [sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    shown = subprocess.run(where, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=600)
+    shown = subprocess.run(
+        where, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=600
+    )
     assert shown.stdout.startswith(str(tmp_path / "site"))
     assert "<title>&lt;t&gt;</title>" in shown.stdout
     carried = {path.name for path in (tmp_path / "site" / "frugal" / "web" / "templates").iterdir()}

@@ -121,7 +121,11 @@ def test_the_readmes_message_is_what_is_printed(tmp_path: Path) -> None:
     )
     (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "frugal", "train", "mine.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "frugal", "train", "mine.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     (shown,) = [text for page, text in blocks("text") if "mine.yaml" in text]
     assert shown == "$ frugal train mine.yaml\n" + done.stderr
