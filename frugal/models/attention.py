@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 
 from frugal.decision import Decision
 from frugal.errors import UnsupportedError
-from frugal.model_structure import input_device
+from frugal.model_structure import decoder_layers, input_device
 from frugal.models.equivalence import largest_difference, model_tolerance, probe
 from frugal.models.materialize import DeferredLayers
 from frugal.ops import attention, choose
@@ -30,6 +31,9 @@ from frugal.ops.simulated import is_fake
 
 NAME = "frugal"
 AUTO = "auto"
+_DOCUMENT_LAYERS = {"full_attention", "sliding_attention", "attention"}
+"""Kinds of layers, in transformers' words, in which a token sees tokens of its own document only."""
+_STATE = re.compile(r"Mamba|Recurrent|DeltaNet|ShortConv|LinearAttention|Rwkv", re.IGNORECASE)
 _KEY = "attention"
 _WAY_OUT = "set attn_implementation to 'sdpa' for this model"
 
@@ -89,9 +93,10 @@ def frugal_mask(
     offsets = None
     if not allow_is_causal_skip and mask_function is not None:
         offsets = _document_offsets(mask_function, batch_size, q_length, device)
-    if offsets is None and local_size is None:
+    window = local_size or None  # 0 means none, in some configurations
+    if offsets is None and window is None:
         return None
-    return MaskInfo(offsets, local_size)
+    return MaskInfo(offsets, window)
 
 
 def _refuse_left_padding(attention_mask: Tensor | None) -> None:
@@ -164,7 +169,7 @@ def frugal_attention_forward(
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError(f"{query.shape[2]} queries against {key.shape[2]} keys without a mask: {_WAY_OUT}")
     cu_seqlens: Any = cu_seq_lens_q
-    window = sliding_window
+    window = sliding_window or None
     if attention_mask is not None:
         cu_seqlens = attention_mask.cu_seqlens if cu_seqlens is None else cu_seqlens
         # A layer that names no window but was given a windowed mask means the mask's window.
@@ -233,6 +238,8 @@ def _switched(
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
     if dropout:
         return AttentionDecision(_KEY, before, f"attention_dropout={dropout}")
+    if (chunk := _chunk(model)) is not None:  # a window shows the last tokens, a chunk those since its own start
+        return AttentionDecision(_KEY, before, f"attention in chunks of {chunk} tokens is no sliding window")
     if not prove:
         model.set_attn_implementation(name)
         return AttentionDecision(_KEY, NAME, "by structure, not proven")
@@ -256,6 +263,54 @@ def _switched(
         return AttentionDecision(_KEY, NAME, reason, by_layer=by_layer)
     model.set_attn_implementation(before)
     return AttentionDecision(_KEY, before, failure)
+
+
+def join_rows(model: nn.Module, attention: str, *, packing: bool) -> Decision[bool]:
+    """Whether the rows of a micro-batch lie end to end in one sequence, or are padded side by side.
+
+    Joined, they waste nothing on padding; but a row must not reach into the next. Attention gets the borders of
+    documents; layers with a running state (convolution, Mamba, linear attention) and attention in chunks, which are
+    counted from the start of the sequence, do not.
+
+    Args:
+        model: the base; it may be without memory.
+        attention: what it runs with (`AttentionDecision.value`); "frugal" knows the borders of unpacked rows too.
+
+    Raises:
+        UnsupportedError: ``packing`` was asked for where rows cannot be joined.
+    """
+    reason = across_rows(model)
+    if reason is None:
+        joined = packing or attention.startswith(NAME)
+        why = "data.packing is true" if packing else f"attention is {attention}"
+        return Decision("rows of a micro-batch", joined, why)
+    if packing:
+        raise UnsupportedError(
+            f"data.packing is true, but {reason}: a row would depend on the one before it. Write "
+            "`data.packing: false`; rows are then padded side by side, and group_by_length keeps the padding small."
+        )
+    return Decision("rows of a micro-batch", False, reason)
+
+
+def across_rows(model: Any) -> str | None:
+    """What would carry something from a row into the next in one sequence; None for attention over documents alone."""
+    if (chunk := _chunk(model)) is not None:
+        return f"this model attends in chunks of {chunk} tokens, counted from the start of the sequence"
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _DOCUMENT_LAYERS
+    if kinds:
+        return f"this model has layers with a running state ({', '.join(sorted(kinds))})"
+    for layer in decoder_layers(model).values():
+        for module in layer.modules():
+            if isinstance(module, nn.Conv1d) or _STATE.search(type(module).__name__):
+                return f"this model has layers with a running state ({type(module).__name__})"
+    return None
+
+
+def _chunk(model: Any) -> int | None:
+    config = model.config.get_text_config()
+    chunk = getattr(config, "attention_chunk_size", None)
+    kinds = getattr(config, "layer_types", None)
+    return int(chunk) if chunk and (kinds is None or "chunked_attention" in kinds) else None
 
 
 def _logits(model: Any) -> Tensor:

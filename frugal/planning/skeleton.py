@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from frugal.config import LoraSection, MemorySection, ModelSection
+from frugal.models.attention import join_rows
 from frugal.models.build import ModelSpec, build
 from frugal.models.materialize import LoadedTensor
 from frugal.models.modules.host_embedding import HostEmbedding
@@ -107,7 +108,7 @@ def build_fake(
         mlp_tile_tokens=memory.mlp_chunk_tokens,
     )
     built = build(spec, "meta")
-    flat = built.attention.value == "frugal" or packed
+    flat = join_rows(built.base, built.attention.value, packing=packed).value
     module = LossModule(built.model, make_objective(flat=flat), chunk_tokens=memory.loss_chunk_tokens, head=built.head)
     with mode:
         _materialise(module, torch.device(device))

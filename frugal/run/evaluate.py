@@ -9,7 +9,7 @@ from frugal.config import SourceSection
 from frugal.data import build
 from frugal.errors import ConfigError
 from frugal.inference.load import load_run
-from frugal.models.attention import use_attention
+from frugal.models.attention import join_rows, use_attention
 from frugal.objectives import LossModule, make_objective
 from frugal.training.evaluate import evaluate_rows
 
@@ -32,9 +32,8 @@ def evaluate(run: str | Path, *, data: str | Path | None = None) -> dict[str, fl
     if rows is None or len(rows) == 0:
         raise ConfigError(f"{run} was trained without evaluation rows. Name a file: frugal eval {run} --data FILE.")
     attention = use_attention(loaded.model.get_base_model())
-    objective = make_objective(
-        pad_id=loaded.tokenizer.pad_token_id or 0, flat=attention.value == "frugal" or config.data.packing
-    )
+    joined = join_rows(loaded.model.get_base_model(), attention.value, packing=config.data.packing)
+    objective = make_objective(pad_id=loaded.tokenizer.pad_token_id or 0, flat=joined.value)
     result = evaluate_rows(
         LossModule(loaded.model, objective, chunk_tokens=config.memory.loss_chunk_tokens),
         rows,

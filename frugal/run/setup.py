@@ -21,6 +21,7 @@ from frugal.device import Device, needs_loss_scaling, resolve_dtype
 from frugal.distributed import group as ranks
 from frugal.distributed.launch import Launch, check_group, read_launch, unused_gpus
 from frugal.distributed.strategy import Strategy
+from frugal.models.attention import join_rows
 from frugal.models.modules.host_embedding import decide_embedding
 from frugal.models.resolve import ResolvedModel
 from frugal.models.skeleton import build_meta
@@ -113,6 +114,8 @@ def resolve(
     """
     device, dtype = machine.device, machine.dtype
     skeleton = build_meta(base.config(), trust_remote_code=base.trust_remote_code)
+    if config.data.packing:
+        join_rows(skeleton, "", packing=True)  # raises before a weight is read
     added = new_token_ids(tokenizer, config.model.add_tokens)
     embedding = decide_embedding(
         config.memory.embedding, skeleton, config.lora, kind=device.kind, adds_tokens=bool(added)

@@ -21,6 +21,7 @@ from frugal.distributed.sanity_checks import preflight
 from frugal.errors import MemoryBudgetError
 from frugal.exports.adapter import save_final
 from frugal.memory.checkpointing import apply_activation_checkpointing
+from frugal.models.attention import join_rows
 from frugal.models.resolve import base_fingerprint
 from frugal.models.tokenizer import zero_embedding_rows
 from frugal.objectives import LossModule, make_objective
@@ -125,9 +126,10 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         group.on_first(lambda: check_disk(config, run_dir, plan, trainable(model)))
         events.warn(*data.untrained_token_warnings(tokenizer, zero_embedding_rows(model)))
 
-        flat = built.attention.value == "frugal" or config.data.packing
+        rows = join_rows(built.base, built.attention.value, packing=config.data.packing)
+        events.manifest.decide(rows)
         objective = make_objective(
-            pad_id=tokenizer.pad_token_id or 0, flat=flat, label_smoothing=settings.label_smoothing
+            pad_id=tokenizer.pad_token_id or 0, flat=rows.value, label_smoothing=settings.label_smoothing
         )
         module = LossModule(model, objective, chunk_tokens=config.memory.loss_chunk_tokens, head=built.head)
         wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), settings))
