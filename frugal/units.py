@@ -44,11 +44,14 @@ def seconds(count: float) -> str:
 
 
 def parse_size(text: str | int, what: str) -> int:
-    """Parse "12GB", "11.5 GiB", "800MB" or a number of bytes. GB and GiB are both 2^30, as GPUs are sold.
+    """Parse "12GB", "11.5 GiB", "800MB" or "4096B". GB and GiB are both 2^30, as GPUs are sold.
 
     Raises:
-        ConfigError: it is not a size; the message names `what`.
+        ConfigError: it is not a size, or has no unit; the message names `what`.
     """
+    if re.fullmatch(r"\s*[0-9.]+\s*", str(text)):
+        number = str(text).strip()
+        raise ConfigError(f"{what}: {number} has no unit. Write {number}GB, or {number}B where bytes are meant.")
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
     power = None if match is None else _POWERS.get(re.sub(r"i?b$", "", match[2]))
     if match is None or power is None or float(match[1]) <= 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import importlib
+import importlib.metadata
 import io
 import json
 import logging
@@ -39,6 +40,21 @@ from frugal.files import write_text
 app = group("Memory-frugal LoRA and QLoRA fine-tuning.")
 configs_app = group("The ready configurations that come with frugal.")
 app.add_typer(configs_app, name="configs")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"frugal {importlib.metadata.version('frugal')}")
+        raise typer.Exit
+
+
+@app.callback()
+def everything(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Memory-frugal LoRA and QLoRA fine-tuning."""
 
 
 @app.command(context_settings=OVERRIDES)

@@ -185,7 +185,7 @@ class TrainSection(Section):
 class MemorySection(Section):
     checkpoint: Literal["none", "recompute", "offload", "disk", "auto"] = "auto"
     """What is kept of each decoder layer for backward. auto: the plan decides, the fastest that fits the budget."""
-    budget: Text = Field(default="auto", pattern=r"^(auto|\s*[0-9]+(\.[0-9]+)?\s*([kKmMgGtT]?[iI]?[bB]?)\s*)$")
+    budget: Text = Field(default="auto", pattern=r"^(auto|\s*[0-9]+(\.[0-9]+)?\s*([kKmMgGtT][iI]?[bB]?|[bB])\s*)$")
     """Device memory that the run may take, for example 6GB. auto: what the device has."""
     scratch_dir: Text | None = None
     """Folder of the scratch file of `checkpoint: disk`. Unset: the run's folder (a `/tmp` is often kept in memory)."""

@@ -188,7 +188,8 @@ def _update_limits(facts: Facts) -> str | None:
     return f"{columns} columns are no multiple of 64" if columns % 64 else None
 
 
-def _cpu_flash_refusal(facts: Facts) -> str | None:
+def cpu_flash_refusal(facts: Facts) -> str | None:
+    """What torch's CPU flash attention cannot do."""
     if facts.get("softcap") is not None:
         return "torch's CPU flash attention has no soft cap"
     if not facts.get("causal", True) and facts.get("window") is not None:
@@ -240,7 +241,7 @@ ROWS: dict[str, tuple[Implementation, ...]] = {
             "cpu_flash",
             "torch's CPU flash attention, by document; a window by blocks of rows",
             devices=("cpu",),
-            refuse=_cpu_flash_refusal,
+            refuse=cpu_flash_refusal,
         ),
         Implementation(
             "sdpa",

@@ -1,5 +1,6 @@
 """The command line as a user meets it: real processes, exit codes, what is printed where."""
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -243,3 +244,10 @@ def test_plan_refuses_options_that_do_not_go_together(
     assert (done.exit_code, done.stdout) == (2, "")
     assert message in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_version() -> None:
+    """U10."""
+    done = CliRunner().invoke(app, ["--version"])
+    assert done.exit_code == 0
+    assert done.output == f"frugal {importlib.metadata.version('frugal')}\n"

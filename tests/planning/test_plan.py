@@ -133,8 +133,11 @@ def test_layer_patterns_end_like_the_whole_model() -> None:
 
 
 def test_sizes_and_gpus() -> None:
-    assert parse_size("12GB", "x") == parse_size("12 GiB", "x") == parse_size(12 * 2**30, "x") == 12 << 30
+    assert parse_size("12GB", "x") == parse_size("12 GiB", "x") == parse_size(f"{12 * 2**30}B", "x") == 12 << 30
     assert parse_size("1.5g", "x") == 3 << 29
+    for bare in ("12", 12, "12.5", " 800 "):  # U05: 12 bytes are never meant
+        with pytest.raises(ConfigError, match=rf"--vram: {str(bare).strip()} has no unit. Write .*GB"):
+            parse_size(bare, "--vram")
     for wrong in ("twelve", "12 cm", "0GB", "-3GB", ""):
         with pytest.raises(ConfigError, match="12GB"):
             parse_size(wrong, "--vram")
@@ -193,7 +196,7 @@ def test_auto_takes_the_fastest_policy_that_fits(tiny_llama_folder: Path) -> Non
     assert (roomy.policy, roomy.fits, roomy.asked_policy) == ("none", True, "auto")
     peaks = {p: planner_of(tiny_llama_folder, "8GB").step_peak(p).bytes for p in ("none", "recompute", "offload")}  # type: ignore[arg-type]
     assert peaks["none"] > peaks["recompute"] >= peaks["offload"]
-    tight = planner_of(tiny_llama_folder, "8GB", budget=str((peaks["none"] + peaks["recompute"]) // 2))
+    tight = planner_of(tiny_llama_folder, "8GB", budget=f"{(peaks['none'] + peaks['recompute']) // 2}B")
     found = tight.plan(with_line=False)
     assert found.policy == "recompute"
     assert found.tried == {"none": peaks["none"], "recompute": peaks["recompute"]}
@@ -227,7 +230,7 @@ def test_sweep_and_solve(tiny_llama_folder: Path) -> None:
     assert lengths == sorted(lengths)
     assert lengths[0] > 0
     recompute = planner.step_peak("recompute").bytes
-    measures = solve(planner_of(tiny_llama_folder, "8GB", budget=str(recompute + 1000)))
+    measures = solve(planner_of(tiny_llama_folder, "8GB", budget=f"{recompute + 1000}B"))
     assert [m.settings["memory.checkpoint"] for m in measures] == ["none", "recompute"]
     assert measures[-1].fits
     assert not measures[0].fits

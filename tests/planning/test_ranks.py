@@ -100,7 +100,7 @@ def test_the_choice_of_a_strategy(folder: Path) -> None:
     cut = planner(folder, world_size=2, strategy="fsdp2", shard_base=True)
     need, least = whole.step_peak("recompute").bytes, cut.step_peak("recompute").bytes
     assert least < need
-    tight = planner(folder, world_size=2, memory={"budget": str((need + least) // 2)})
+    tight = planner(folder, world_size=2, memory={"budget": f"{(need + least) // 2}B"})
     found = choose_strategy(tight)
     assert found.value == ("fsdp2", True)
     assert "does not fit" in found.reason

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from frugal.errors import UnsupportedError
 from frugal.files import read_json
 from frugal.models.attention import NAME, join_rows, use_attention
+from frugal.ops.attention import attention, attention_reference
 from frugal.run.train import train
 from tests.conftest import make_tokenizer
 from tests.support import runs
@@ -80,6 +81,22 @@ def test_a_window_of_zero_is_none() -> None:
         want = model(input_ids=ids, use_cache=False).logits
         use_attention(zero, prove=False)
         assert torch.allclose(zero(input_ids=ids, use_cache=False).logits, want, atol=1e-5)
+
+
+def test_what_sdpa_cannot_do_is_refused_by_name() -> None:
+    """M03: a window was dropped without a word."""
+    q = torch.randn(1, 2, 12, 8)
+    options: dict[str, Any]
+    for options in ({"window": 3}, {"softcap": 5.0}, {"softcap": 5.0, "window": 3}):
+        with pytest.raises(UnsupportedError, match="scaled_dot_product_attention has no"):
+            attention(q, q, q, implementation="sdpa", **options)
+        want = attention_reference(q, q, q, **options)
+        assert torch.allclose(attention(q, q, q, implementation="blockwise", **options), want, atol=1e-5)
+        if "softcap" in options:
+            with pytest.raises(UnsupportedError, match="has no soft cap"):
+                attention(q, q, q, implementation="cpu_flash", **options)
+        else:
+            assert torch.allclose(attention(q, q, q, implementation="cpu_flash", **options), want, atol=1e-5)
 
 
 def test_one_step_is_the_same_in_every_batch(tmp_path: Path) -> None:

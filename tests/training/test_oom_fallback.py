@@ -53,7 +53,7 @@ def test_a_run_with_less_memory_ends_with_the_same_losses(
     assert manifest["out-of-memory fallback"] == []
     assert manifest["forecast"]["device"]["phases"]["steady_step"]["bytes"] == pytest.approx(need, rel=0.05)
 
-    train(settings(folder, tmp_path, "less", checkpoint="none", budget=str(int(0.7 * need))))
+    train(settings(folder, tmp_path, "less", checkpoint="none", budget=f"{int(0.7 * need)}B"))
     manifest = read_json(tmp_path / "less" / "manifest.json")
     taken = manifest["out-of-memory fallback"]
     assert taken
@@ -71,7 +71,7 @@ def test_auto_needs_no_fallback(make_tiny_llama: Any, tmp_path: Path) -> None:
     folder = make_tiny_llama(vocab_size=500)
     train(settings(folder, tmp_path, "none", checkpoint="none"))
     need = read_json(tmp_path / "none" / "manifest.json")["warm-up step"]["step_bytes"]
-    train(settings(folder, tmp_path, "auto", budget=str(int(0.9 * need))))
+    train(settings(folder, tmp_path, "auto", budget=f"{int(0.9 * need)}B"))
     manifest = read_json(tmp_path / "auto" / "manifest.json")
     assert manifest["out-of-memory fallback"] == []
     assert manifest["implementations"]["activation checkpointing"]["chosen"] == "recompute"

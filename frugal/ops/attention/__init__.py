@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from frugal.errors import UnsupportedError
 from frugal.ops.attention.blockwise import blockwise_backward, blockwise_forward
 from frugal.ops.attention.cpu_flash import cpu_flash_backward, cpu_flash_forward
 from frugal.ops.attention.flash_attn import flash_varlen
 from frugal.ops.attention.sdpa import sdpa
 from frugal.ops.attention.simulated import allocate
 from frugal.ops.registry import implements, resolve, simulates
+from frugal.ops.rows import cpu_flash_refusal
 from frugal.ops.simulated import is_fake, simulated_attention, simulated_device, stands_for_cuda
 
 CuSeqlens: TypeAlias = Tensor | Sequence[int]
@@ -237,6 +239,9 @@ def _by_definition(q: Tensor, k: Tensor, v: Tensor, s: Settings) -> Tensor:
 
 @implements("attention", "sdpa")
 def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, s: Settings) -> Tensor:
+    if s.window is not None or s.softcap is not None:  # asked for by name
+        what = "window" if s.window is not None else "soft cap"
+        raise UnsupportedError(f"scaled_dot_product_attention has no {what}: name another implementation, or none")
     return sdpa(q, k, v, s.pieces, s.scale, s.causal)
 
 
@@ -246,6 +251,8 @@ def _by_flash_attn(q: Tensor, k: Tensor, v: Tensor, s: Settings) -> Tensor:
 
 
 def _apply(q: Tensor, k: Tensor, v: Tensor, s: Settings, *, form: str) -> Tensor:
+    if form == "cpu_flash" and (refused := cpu_flash_refusal(vars(s))):  # asked for by name
+        raise UnsupportedError(f"{refused}: name another implementation, or none")
     out: Tensor = _Attention.apply(q, k, v, s.pieces, form, s.scale, s.window, s.softcap, s.causal)
     return out
 
