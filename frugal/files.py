@@ -8,8 +8,10 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
+
+from frugal.errors import ModelError
 
 
 def fsync_folder(folder: Path) -> None:
@@ -58,6 +60,35 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read a UTF-8 JSON file."""
     return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def inside(folder: Path, name: object, *, named_in: str) -> Path:
+    """The file of ``folder`` that another file names; nothing is opened.
+
+    The hub cache's snapshots are links into the `blobs` beside them: those count as inside.
+
+    Args:
+        named_in: where the name stands, for the message.
+
+    Raises:
+        ModelError: the name is no text, absolute, leads out of the folder by itself or through a link.
+    """
+    folder = Path(folder)
+    text = name if isinstance(name, str) else ""
+    parts = PureWindowsPath(text).parts  # both kinds of separators
+    absolute = PurePosixPath(text).is_absolute() or bool(PureWindowsPath(text).anchor)
+    if not text.strip() or "\0" in text or absolute or ".." in parts:
+        raise ModelError(f"{named_in} names the file {name!r}: it must be a name inside {folder}.")
+    path = folder / text
+    root = folder.resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    if not any(path.resolve().is_relative_to(each) for each in allowed):
+        raise ModelError(
+            f"{path}, named in {named_in}, leads to {path.resolve()}, outside the folder. Copy the file into it."
+        )
+    return path
 
 
 def sha256_file(path: Path) -> str:

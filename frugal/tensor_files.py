@@ -130,7 +130,10 @@ def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
     """The tensors of several files, in the order of the files and of the data in each. Raises as `read_header`."""
     found: dict[str, StoredTensor] = {}
     for file in files:
-        found.update(sorted(read_header(file).items(), key=lambda item: item[1].begin))
+        for name, tensor in sorted(read_header(file).items(), key=lambda item: item[1].begin):
+            if name in found:
+                raise ModelError(f"{name} is in {found[name].file.name} and in {file.name}: it must be in one.")
+            found[name] = tensor
     return found
 
 

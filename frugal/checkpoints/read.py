@@ -15,8 +15,8 @@ from frugal.checkpoints.rotation import list_checkpoints
 from frugal.distributed import group as ranks
 from frugal.distributed.optimizer_state import OptimizerState
 from frugal.distributed.strategy import Strategy
-from frugal.errors import CheckpointError
-from frugal.files import read_json, sha256_file
+from frugal.errors import CheckpointError, ModelError
+from frugal.files import inside, read_json, sha256_file
 from frugal.tensor_files import read_tensors, refuse_pickles_in
 from frugal.training.setup import LoopState, seed_step_noise, set_rng_state
 
@@ -53,7 +53,11 @@ def why_incomplete(folder: Path, *, hashes: bool = True) -> str | None:
             return f"{MARKER} does not list {name}"
     for name, (count, digest) in entries.items():
         path = folder / name
-        if Path(name).is_absolute() or ".." in Path(name).parts or not path.is_file():
+        try:
+            inside(folder, name, named_in=MARKER)
+        except ModelError as error:
+            return str(error)
+        if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != count:
             return f"{name} has {path.stat().st_size:,} bytes instead of {count:,}"

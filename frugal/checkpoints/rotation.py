@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
@@ -26,11 +27,11 @@ def checkpoint_step(folder: Path) -> int | None:
 
 
 def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every `checkpoint-N`, complete or not, lowest number first (9 before 10)."""
+    """(step, folder) of every `checkpoint-N`, complete or not, lowest number first (9 before 10), links left out."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         return []
-    found = [(checkpoint_step(path), path) for path in run_dir.iterdir() if path.is_dir()]
+    found = [(checkpoint_step(path), path) for path in run_dir.iterdir() if path.is_dir() and not path.is_symlink()]
     return sorted((step, path) for step, path in found if step is not None)
 
 
@@ -56,14 +57,15 @@ def remove(folder: Path, step: int) -> None:
     shutil.rmtree(gone)
 
 
-def rotate(run_dir: Path, *, limit: int | None, best_step: int | None) -> list[Path]:
+def rotate(run_dir: Path, *, limit: int | None, best_step: int | None, ours: Callable[[Path], bool]) -> list[Path]:
     """Delete the oldest checkpoints beyond ``limit``; the newest and that of ``best_step`` stay. Returns the deleted.
 
-    The best one counts as kept, but never pushes out the newest: with a limit of 1 two may stay.
+    The best one counts as kept, but never pushes out the newest: with a limit of 1 two may stay. Only folders that are
+    ``ours``, complete checkpoints of this run, count and go.
     """
     if limit is None:
         return []
-    found = list_checkpoints(run_dir)
+    found = [(step, folder) for step, folder in list_checkpoints(run_dir) if ours(folder)]
     protected = {found[-1][0]} if found else set()
     if best_step is not None:
         protected.add(best_step)

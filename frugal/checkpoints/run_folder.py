@@ -98,7 +98,11 @@ def _is_run(folder: Path) -> bool:
 
 def _adapter_folder(folder: Path) -> Path:
     checkpoints = sorted(
-        (entry for entry in folder.glob("checkpoint-*") if entry.name.removeprefix("checkpoint-").isdigit()),
+        (
+            entry
+            for entry in folder.glob("checkpoint-*")
+            if entry.name.removeprefix("checkpoint-").isdigit() and not entry.is_symlink()
+        ),
         key=lambda entry: int(entry.name.removeprefix("checkpoint-")),
         reverse=True,
     )

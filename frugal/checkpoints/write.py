@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -20,11 +21,12 @@ from frugal.checkpoints.read import FORMAT, MARKER, why_incomplete
 from frugal.checkpoints.rotation import aside, free_bytes, leftovers, rotate
 from frugal.checkpoints.side_files import save_side_files
 from frugal.config import Config, OutputSection, dump_yaml
+from frugal.console import say
 from frugal.distributed import group as ranks
 from frugal.distributed.optimizer_state import OptimizerState
 from frugal.distributed.strategy import Strategy
 from frugal.errors import CheckpointError
-from frugal.files import fsync_file, fsync_folder, sha256_file, write_json, write_text
+from frugal.files import fsync_file, fsync_folder, read_json, sha256_file, write_json, write_text
 from frugal.tensor_files import write_tensors
 from frugal.training.setup import LoopState, rng_state
 from frugal.units import disk_size
@@ -93,7 +95,21 @@ class CheckpointWriter:
         except CheckpointError as error:
             raise CheckpointError(f"{error} {self._rescue(state.step, adapter)}") from error
         best = state.best_step if self.output.keep_best else None
-        rotate(self.run_dir, limit=self.output.save_total_limit, best_step=best)
+        rotate(self.run_dir, limit=self.output.save_total_limit, best_step=best, ours=self._is_ours)
+
+    def _is_ours(self, folder: Path) -> bool:
+        """Whether a folder is a complete checkpoint of this run: of the same rows and steps."""
+        if why_incomplete(folder, hashes=False) is not None:
+            return False
+        try:
+            saved = read_json(folder / "trainer_state.json")
+            return bool(saved["data_fingerprint"] == self.identity["data_fingerprint"] and saved["plan"] == self._plan)
+        except (ValueError, KeyError, TypeError, OSError):
+            return False
+
+    @property
+    def _plan(self) -> Any:
+        return json.loads(json.dumps(self.identity["plan"]))  # as it is read from a file
 
     def _write_adapter(self, folder: Path, adapter: dict[str, torch.Tensor]) -> None:
         save_adapter(self.model, folder, tensors=adapter, base_fingerprint=self.base_fingerprint)
@@ -176,6 +192,10 @@ def _write_parts(folder: Path, step: int, parts: CheckpointParts) -> None:
 def _swap_in(beside: Path, final: Path, step: int) -> None:
     """Give a finished folder its name. Between the two renames a kill leaves the former one as `.old`: see recover."""
     old = aside(final.parent, step, "old")
+    if final.is_symlink() or (final.exists() and not (final / MARKER).is_file()):
+        kept = final.with_name(f"{final.name}.{old.name.split('.')[2]}.kept")
+        final.rename(kept)  # somebody else's: a checkpoint gets its name when it is whole
+        say(f"{final} was no checkpoint of frugal: it is {kept.name} now, with all that is in it")
     replaced = final.exists()
     if replaced:
         final.rename(old)

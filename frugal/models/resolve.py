@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from frugal.assets import CATALOGUE, fetch, is_known
 from frugal.errors import ConfigError, ModelError, UnsupportedError
-from frugal.files import read_json
+from frugal.files import inside, read_json
 from frugal.tensor_files import StoredTensor, read_headers
 
 WEIGHTS = "model.safetensors"
@@ -128,17 +128,27 @@ def check_folder(folder: Path) -> None:
 def missing_weights(folder: Path) -> list[str]:
     """Weight files that the folder should have and has not."""
     if (folder / WEIGHTS).is_file():
+        inside(folder, WEIGHTS, named_in="the folder")
         return []
     if not (folder / WEIGHTS_INDEX).is_file():
         return [f"{WEIGHTS} (or {WEIGHTS_INDEX})"]
-    shards = set(read_json(folder / WEIGHTS_INDEX)["weight_map"].values())
-    return sorted(name for name in shards if not (folder / name).is_file())
+    return sorted(path.name for path in _shards(folder) if not path.is_file())
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files that a folder's index names, in order. Raises ModelError for names that lead out of the folder."""
+    index = inside(folder, WEIGHTS_INDEX, named_in="the folder")
+    try:
+        names = set(read_json(index)["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is damaged: it has no weight_map of names. Download it again.") from error
+    return sorted(inside(folder, name, named_in=str(index)) for name in names)
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checked folder, in order."""
     if (folder / WEIGHTS_INDEX).is_file() and not (folder / WEIGHTS).is_file():
-        return [folder / name for name in sorted(set(read_json(folder / WEIGHTS_INDEX)["weight_map"].values()))]
+        return _shards(folder)
     return [folder / WEIGHTS]
 
 

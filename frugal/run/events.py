@@ -155,13 +155,17 @@ class RunEvents:
         for decision in decisions:
             self.manifest.decide(decision)
 
-    def training(self, accelerator: Accelerator, step: int) -> None:
-        """Steps begin after ``step``: start trackers and progress, drop later log records."""
+    def start_trackers(self, accelerator: Accelerator) -> None:
+        """Before weights are read. Raises ConfigError when one cannot be started."""
+        config = self.config.model_dump(mode="json")
+        self._trackers = Trackers(accelerator, list(self.config.train.report_to), self.run_dir, config, self.warn)
+
+    def training(self, step: int) -> None:
+        """Steps begin after ``step``: start the progress, drop later log records."""
         train = self.config.train
         if self.first:
             self.log.restart(step)
             self._write_manifest()
-        self._trackers = Trackers(accelerator, list(train.report_to), self.run_dir, self.config.model_dump(mode="json"))
         self._reporter = Reporter(self._total_steps, done=step, quiet=not self.first, every=train.logging_steps)
 
     def step(self, record: dict[str, Any]) -> None:

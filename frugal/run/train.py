@@ -115,6 +115,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         fingerprint = base_fingerprint(base.path) if first else None
         events.resolved(machine, setup, base_fingerprint=fingerprint)
         limit_allocator(config, device)
+        events.start_trackers(accelerator)
 
         ran = cleanup.enter_context(recording())
         with events.phase("load"):
@@ -195,7 +196,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
                 measured = warm_up(config, training, fallback, first_step=state.step, save=save)
             events.measured(forecast, measured, fallback)
             events.ran(ran.decisions())
-        events.training(accelerator, state.step)
+        events.training(state.step)
         with events.phase("training"), StopRequest(events.say) as stop, group.guarded():
             state = train_loop(training, Hooks(events.step, writer.save, stop, fallback.next), state)
         events.ran(ran.decisions())  # the optimizer's too

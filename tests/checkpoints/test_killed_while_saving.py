@@ -91,7 +91,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         def saves(begin: int = begin) -> None:
             for step in range(begin + 1, begin + 1000):
                 save_checkpoint(tmp_path, step, parts(step))
-                rotate(tmp_path, limit=2, best_step=None)
+                rotate(tmp_path, limit=2, best_step=None, ours=lambda folder: True)
 
         pid = forked(saves)
         time.sleep(chance.uniform(0.0, 8 * one_save))
