@@ -82,6 +82,11 @@ class TokenDataset:
         return np.diff(self.doc_starts[self.row_docs])
 
     @property
+    def document_lengths(self) -> np.ndarray:
+        """int64 [documents]: tokens of each document, whose positions count from 0."""
+        return np.diff(self.doc_starts)
+
+    @property
     def num_targets(self) -> np.ndarray:
         """int64 [rows]: targets of each row."""
         total = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.trained, dtype=np.int64)])

@@ -53,6 +53,11 @@ class PreparedData:
     cache_hits: int = 0
     """Parts (train, eval) that came from the cache."""
 
+    @property
+    def parts(self) -> dict[str, TokenDataset]:
+        """`train` and, where there are rows, `eval`."""
+        return {"train": self.train} | ({"eval": self.eval} if self.eval is not None and len(self.eval) else {})
+
     def untrained_token_warnings(self, tokenizer: Any, zero_rows: Collection[int]) -> list[str]:
         """Warnings about tokens of the training rows whose embedding row is all zero, for callers that load the model
         after the data. ``zero_rows``: ids of such rows."""

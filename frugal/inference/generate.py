@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
@@ -136,6 +137,10 @@ def answer(
     device = input_device(base)
     inputs = torch.tensor([ids], device=device)
     streamer = _Pieces(tokenizer, write)
+    room = config.max_new_tokens if limit is None else min(config.max_new_tokens or limit, limit - len(ids))
+    if room != config.max_new_tokens:  # beyond its positions a model has no row, or was never trained
+        config = copy.deepcopy(config)
+        config.max_new_tokens = room
     try:
         with answering(model):
             model.generate(

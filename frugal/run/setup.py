@@ -7,7 +7,7 @@ and base are known. What was decided is written to the run's config.yaml and man
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from frugal.distributed.launch import Launch, check_group, read_launch, unused_g
 from frugal.distributed.strategy import Strategy
 from frugal.models.attention import join_rows
 from frugal.models.modules.host_embedding import decide_embedding
+from frugal.models.positions import positions
 from frugal.models.resolve import ResolvedModel
 from frugal.models.skeleton import build_meta
 from frugal.models.tokenizer import new_token_ids, rows_needed
@@ -97,6 +98,8 @@ class RunSetup:
     """Of the configuration's keys, by their dotted names."""
     comments: dict[str, str]
     """What to write beside keys of config.yaml that were `auto`: the reason, and the value where the key stays."""
+    warnings: list[str] = field(default_factory=list)
+    """What the user should know before weights are read."""
 
 
 def resolve(
@@ -113,7 +116,12 @@ def resolve(
     Raises ConfigError where a key asks for what the model or the strategy cannot do.
     """
     device, dtype = machine.device, machine.dtype
+    warnings: list[str] = []
     skeleton = build_meta(base.config(), trust_remote_code=base.trust_remote_code)
+    limit = positions(base.config(), skeleton)
+    if limit is not None:
+        found_long = [limit.check(part.document_lengths, name) for name, part in data.parts.items()]
+        warnings = [warning for warning in found_long if warning]
     if config.data.packing:
         join_rows(skeleton, "", packing=True)  # raises before a weight is read
     added = new_token_ids(tokenizer, config.model.add_tokens)
@@ -150,7 +158,7 @@ def resolve(
         else:
             comments[one.key] = f"{one.value}: {one.reason}"
     decisions += _formats(config, data)
-    return RunSetup(Config.model_validate(values), strategy, found, decisions, comments)
+    return RunSetup(Config.model_validate(values), strategy, found, decisions, comments, warnings)
 
 
 def _formats(config: Config, data: PreparedData) -> Iterator[Decision[str]]:

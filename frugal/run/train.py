@@ -114,6 +114,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         cleanup.callback(strategy.close)
         fingerprint = base_fingerprint(base.path) if first else None
         events.resolved(machine, setup, base_fingerprint=fingerprint)
+        events.warn(*setup.warnings)
         limit_allocator(config, device)
         events.start_trackers(accelerator)
 
