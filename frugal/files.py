@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from frugal.errors import ModelError
+from frugal.errors import CheckpointError, ModelError
 
 
 def fsync_folder(folder: Path) -> None:
@@ -89,6 +89,20 @@ def inside(folder: Path, name: object, *, named_in: str) -> Path:
             f"{path}, named in {named_in}, leads to {path.resolve()}, outside the folder. Copy the file into it."
         )
     return path
+
+
+def run_folder(path: str | Path) -> Path:
+    """The folder that a user named as a run. Here, where nothing heavy is imported, so that a mistake is told at once.
+
+    Raises:
+        CheckpointError: it does not exist, or is a file.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file. Give the folder of a run (output.dir in a configuration) instead.")
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist. Give the folder of a run (output.dir) or of an adapter.")
+    return folder
 
 
 def sha256_file(path: Path) -> str:

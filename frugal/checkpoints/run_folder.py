@@ -13,7 +13,7 @@ from safetensors import safe_open
 from frugal.adapters.files import FINGERPRINT, WEIGHTS
 from frugal.config import Config, load_config
 from frugal.errors import CheckpointError
-from frugal.files import read_json
+from frugal.files import read_json, run_folder
 from frugal.manifest import FILE_NAME, Manifest
 from frugal.models.resolve import ResolvedModel, base_fingerprint, resolve_base
 
@@ -73,9 +73,7 @@ def open_run(path: str | Path) -> RunFolder:
     Raises:
         CheckpointError: nothing there that holds an adapter; the message says what was looked for.
     """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} does not exist. Give the folder of a run (output.dir) or of an adapter.")
+    folder = run_folder(path)
     root = folder.parent if _is_run(folder.parent) and not _is_run(folder) else folder
     adapter = _adapter_folder(folder)
     manifest = Manifest.read(root).content if (root / FILE_NAME).is_file() else {}

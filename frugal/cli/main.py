@@ -35,7 +35,7 @@ from frugal.config import config_schema, dump_yaml, load_config
 from frugal.config.docs import config_page
 from frugal.config.shipped import copy_config, launch_configs, shipped_config, shipped_configs, summary
 from frugal.errors import ConfigError
-from frugal.files import write_text
+from frugal.files import run_folder, write_text
 
 app = group("Memory-frugal LoRA and QLoRA fine-tuning.")
 configs_app = group("The ready configurations that come with frugal.")
@@ -138,6 +138,7 @@ def chat(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk to a trained model."""
+    run_folder(run)
     loaded = frugal.load_run(run, base=base, allow_other_base=allow_other_base, trust_remote_code=trust_remote_code)
     frugal.chat(loaded, prompt=prompt, temperature=temperature, max_new_tokens=max_new_tokens, echo=True)
 
@@ -149,6 +150,7 @@ def evaluate(
     data: Annotated[str | None, typer.Option(metavar="PATH", help="Other rows than the run's evaluation rows.")] = None,
 ) -> None:
     """Loss and perplexity of a trained model."""
+    run_folder(run)
     result = frugal.evaluate(run, data=data)
     if isinstance(result, dict):
         for key, value in result.items():
@@ -177,6 +179,7 @@ def merge(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a 16-bit model with the adapter merged in."""
+    run_folder(run)
     report = frugal.merge(
         run,
         out,

@@ -251,3 +251,18 @@ def test_version() -> None:
     done = CliRunner().invoke(app, ["--version"])
     assert done.exit_code == 0
     assert done.output == f"frugal {importlib.metadata.version('frugal')}\n"
+
+
+@pytest.mark.parametrize("command", [["chat"], ["eval"], ["merge", "--out", "x"]])
+def test_a_wrong_path_is_told_before_anything_heavy_is_imported(tmp_path: Path, command: list[str]) -> None:
+    """U10, U11: what is there is said as it is, and torch is not imported for it."""
+    (tmp_path / "base.yaml").write_text("a: 1")
+    for name, message in (("nothere", "does not exist"), ("base.yaml", "is a file")):
+        words = [command[0], str(tmp_path / name), *command[1:]]
+        code = (
+            f"import sys; from frugal.cli.main import app\ntry: app(args={words!r})\n"
+            "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'peft' in sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert done.stdout.split() == ["2", "False", "False"], done
+        assert message in done.stderr
