@@ -118,6 +118,8 @@ class Plan:
     """What a rank sends."""
     ranks_per_host: int = 1
     """Ranks that `host_phases` counts together."""
+    max_positions: int | None = None
+    """What the model was made for, a row; None: its configuration says nothing."""
 
     @property
     def best(self) -> Longest | None:
@@ -218,6 +220,7 @@ class Plan:
             "max_tokens": self.max_tokens,
             "max_tokens_checkpoint": best.policy if best else None,
             "max_tokens_confirmed": best.confirmed if best else False,
-            "max_length": self.max_tokens // self.shape.rows,
+            "max_length": min(self.max_tokens // self.shape.rows, self.max_positions or self.max_tokens),
+            "max_positions": self.max_positions,
             "longest": {policy: row.to_json() for policy, row in self.longest.items()},
         }

@@ -270,6 +270,7 @@ class Planner:
             strategy_reason=self.strategy_reason,
             network=self.network,
             ranks_per_host=self.ranks_per_host,
+            max_positions=getattr(self.architecture.get_text_config(), "max_position_embeddings", None),
         )
 
     def with_config(self, config: Config) -> Planner:

@@ -51,6 +51,8 @@ def lines(plan: Plan) -> list[str]:
         each = f" = {plan.shape.rows} rows of {best.tokens // plan.shape.rows:,}" if plan.shape.rows > 1 else ""
         shown.append(f"longest: {best.tokens:,} tokens in a micro-batch{each}, checkpoint: {best.policy}")
         shown.append(f"  {best.bytes_per_token / 1000:.1f} kB a token, {gib(best.fixed_bytes)} fixed")
+        if plan.max_positions and best.tokens // plan.shape.rows > plan.max_positions:
+            shown.append(f"  the model ends at {plan.max_positions:,} positions a row, whatever memory holds")
         others = [f"{row.policy} {row.tokens:,}" for row in plan.longest.values() if row is not best]
         if others:
             shown.append(f"  with the others: {', '.join(others)}")

@@ -234,3 +234,12 @@ def test_sweep_and_solve(tiny_llama_folder: Path) -> None:
     assert [m.settings["memory.checkpoint"] for m in measures] == ["none", "recompute"]
     assert measures[-1].fits
     assert not measures[0].fits
+
+
+def test_the_model_caps_what_is_promised(tiny_llama_folder: Path) -> None:
+    """U06: memory for more tokens than the model has positions is no promise of a longer row."""
+    config = AutoConfig.from_pretrained(tiny_llama_folder)
+    plan = planner_of(tiny_llama_folder, "8GB", checkpoint="recompute").plan()
+    assert plan.max_tokens // plan.shape.rows > config.max_position_embeddings
+    assert plan.to_json()["device"]["max_length"] == config.max_position_embeddings
+    assert any(f"ends at {config.max_position_embeddings:,} positions" in line for line in lines(plan))
