@@ -123,7 +123,8 @@ class DataSection(Section):
     on_bad_row: Literal["error", "drop"] = "error"
     """What happens to rows that cannot be read as their format says. drop counts them by reason."""
     packing: Flag = False
-    """Join short rows into rows of max_length; documents never see each other, the result is exact."""
+    """Join short rows into rows of max_length; documents never see each other, the result is exact.
+    Refused where a layer carries something from one row into the next: Mamba, convolution, linear attention, chunks."""
     cache: Flag = True
     """Keep tokenised data in the user's cache folder, keyed by content."""
     num_proc: Whole = Field(default=1, ge=1)
