@@ -128,7 +128,7 @@ class DataSection(Section):
     cache: Flag = True
     """Keep tokenised data in the user's cache folder, keyed by content."""
     num_proc: Whole = Field(default=1, ge=1)
-    """Accepted, not used any more: the tokenizer itself works on all cores."""
+    """Accepted, not used any more: the tokenizer uses all cores by itself; reading and rendering take one."""
 
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]

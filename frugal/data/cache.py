@@ -60,9 +60,8 @@ def cache_key(examples: Sequence[Example], row_encoder: RowEncoder, data: DataSe
     add(renderer.dated if renderer is not None else [])  # another day, other rows, where the template prints the date
     add([row_encoder.train_on, row_encoder.system_prompt, data.max_length, data.on_overflow, data.packing])
     for example in examples:
-        content = asdict(example)
-        del content["source"], content["line"]
-        add(content)
+        digest.update(example.content())
+        digest.update(b"\0")
     return digest.hexdigest()
 
 

@@ -328,7 +328,7 @@ def _tokenised(
 ) -> tuple[TokenDataset, DatasetCounts]:
     unique = list({id(example): example for example in examples}.values())  # a weight repeats the same object
     if data.num_proc > 1:
-        tell(f"data.num_proc: {data.num_proc} is not used: the tokenizer itself works on all cores")
+        tell(f"data.num_proc: {data.num_proc} is not used: the tokenizer uses all cores by itself")
     rows: dict[int, EncodedRow] = {}
     for at in range(0, len(unique), _CHUNK):
         chunk = unique[at : at + _CHUNK]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -43,6 +44,20 @@ class Example:
     text: str = ""
     chosen: list[Message] = field(default_factory=list)
     rejected: list[Message] = field(default_factory=list)
+
+    def content(self) -> bytes:
+        """What the row says, wherever it stands: the same bytes for the same content. (Not by `asdict`, which copies
+        deeply: several times slower.)"""
+        named = {name: getattr(self, name) for name in _CONTENT}
+        return json.dumps(named, default=_turn).encode()
+
+
+_CONTENT = tuple(one.name for one in fields(Example) if one.name not in ("source", "line"))
+_TURN = tuple(one.name for one in fields(Message))
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in _TURN}
 
 
 @dataclass(slots=True)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from frugal.config import DataSection, SourceSection
@@ -299,9 +298,7 @@ def _draw(places: list[tuple[int, int]], wanted: int, seed: int, purpose: str) -
 
 def content_key(example: Example) -> bytes:
     """Digest of what a row says, wherever it comes from."""
-    content = asdict(example)
-    del content["source"], content["line"]
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).digest()
+    return hashlib.blake2b(example.content(), digest_size=16).digest()
 
 
 def keep_apart(train: Sequence[Example], held_out: Sequence[Example], report: DataReport) -> list[Example]:
