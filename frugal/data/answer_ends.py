@@ -125,10 +125,9 @@ def _warn_of_template(report: TemplateReport, encoder: TextEncoder, renderer: Ch
         )
     if unended:
         report.warnings.append(
-            f"THE END OF ANSWERS IS NOT TRAINED: the template ({renderer.name}) prints no end token after "
-            f"{unended:,} of "
-            f"{count.answers:,} answers; the model would not learn to stop. Set data.chat_template to a named template "
-            f"that fits the model, or to a file that prints an end token."
+            f"THE END OF ANSWERS IS NOT TRAINED: the template ({renderer.name}) prints no end token after {unended:,} "
+            f"of {count.answers:,} answers; the model would not learn to stop. Set data.chat_template to a named "
+            "template that fits the model, or to a file that prints an end token."
         )
     eos = encoder.token(encoder.eos_id) if encoder.eos_id is not None else "none"
     if report.end_token and report.end_token != eos:
@@ -140,8 +139,7 @@ def _warn_of_template(report: TemplateReport, encoder: TextEncoder, renderer: Ch
     if prompt is not None and whole is not None and not whole.startswith(prompt):
         report.warnings.append(
             f"The template ({renderer.name}) begins an answer with {prompt[-40:]!r} at inference and prints it "
-            f"otherwise in "
-            "a conversation; frugal trains what the template prints."
+            "otherwise in a conversation; frugal trains what the template prints."
         )
 
 
@@ -149,8 +147,7 @@ def untrained_warning(token: str, token_id: int, first: str, stop_ids: Sequence[
     """What to say about a token whose embedding row is all zero."""
     what = "ends answers" if token_id in stop_ids else "is in the data"
     return (
-        f"The token {token} (id {token_id}, first in {first}) {what}, and its embedding was never trained (its "
-        f"row is all "
-        "zero and stays frozen under LoRA), so the model can neither read nor write it. Add "
-        "lora.modules_to_save: [embed_tokens, lm_head], or use a template whose tokens the model knows."
+        f"The token {token} (id {token_id}, first in {first}) {what}, and its embedding was never trained (its row is "
+        "all zero and stays frozen under LoRA), so the model can neither read nor write it. Add lora.modules_to_save: "
+        "[embed_tokens, lm_head], or use a template whose tokens the model knows."
     )

@@ -369,15 +369,13 @@ def _stop_where_asked(count: DatasetCounts, examples: Sequence[Example], data: D
             )
         if reason in (EMPTY, EMPTY_BY_LENGTH) and data.on_empty == "error":
             raise DataError(
-                f"{head} ({loss.rows:,} of {count.rows:,} rows). {_cause(reason, data)} data.on_empty: drop "
-                f"leaves such "
-                "rows out and counts them."
+                f"{head} ({loss.rows:,} of {count.rows:,} rows). {_cause(reason, data)} data.on_empty: drop leaves "
+                "such rows out and counts them."
             )
         if reason not in (TOO_LONG, EMPTY, EMPTY_BY_LENGTH) and data.on_bad_row == "error":
             raise DataError(
                 f"{head} ({loss.rows:,} of {count.rows:,} rows). Correct the rows, set data.chat_template to a "
-                f"template "
-                "that takes them, or set data.on_bad_row: drop to leave them out and count them."
+                "template that takes them, or set data.on_bad_row: drop to leave them out and count them."
             )
     if count.rows and not count.documents:
         reason, loss = max(losses.items(), key=lambda item: item[1].rows)
@@ -392,8 +390,7 @@ def _cause(reason: str, data: DataSection) -> str:
         return f"The cause is the length: data.max_length is {data.max_length:,} tokens. Raise it."
     if reason == EMPTY:
         return (
-            "The cause is the mask: no text of these rows is an answer to train (conversations without an "
-            "assistant turn, "
-            "turns switched off, or a chat template whose {% generation %} block encloses nothing)."
+            "The cause is the mask: no text of these rows is an answer to train (conversations without an assistant "
+            "turn, turns switched off, or a chat template whose {% generation %} block encloses nothing)."
         )
     return "The cause is the chat template: set data.chat_template to one that takes these rows."

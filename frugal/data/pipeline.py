@@ -252,9 +252,8 @@ def refuse_preference(examples: Sequence[Example]) -> None:
         if example.kind == "preference":
             raise UnsupportedError(
                 f"{where(example)} is a preference row (chosen and rejected). `frugal preview` shows such rows, "
-                f"`frugal "
-                "train` does not train them yet: use TRL's DPOTrainer on the model of `frugal.load(...)`, or write the "
-                "chosen answers as `messages` rows."
+                "`frugal train` does not train them yet: use TRL's DPOTrainer on the model of `frugal.load(...)`, or "
+                "write the chosen answers as `messages` rows."
             )
 
 
@@ -266,11 +265,9 @@ def check_ids(dataset: TokenDataset, examples: Sequence[Example], vocab_size: in
     document = int(np.searchsorted(dataset.doc_starts, at, side="right")) - 1
     token_id = int(dataset.input_ids[at])
     raise DataError(
-        f"{where(examples[int(dataset.origins[document])])}: token id {token_id} ({encoder.token(token_id)}) "
-        f"lies outside "
-        f"the model's embedding table of {vocab_size:,} rows. The tokenizer and the model do not belong "
-        f"together, or tokens "
-        "were added to the tokenizer alone: name them in model.add_tokens, which grows the table."
+        f"{where(examples[int(dataset.origins[document])])}: token id {token_id} ({encoder.token(token_id)}) lies "
+        f"outside the model's embedding table of {vocab_size:,} rows. The tokenizer and the model do not belong "
+        "together, or tokens were added to the tokenizer alone: name them in model.add_tokens, which grows the table."
     )
 
 

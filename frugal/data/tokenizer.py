@@ -61,9 +61,8 @@ class TextEncoder:
         """Take what is needed from a transformers tokenizer. Raises UnsupportedError for one without offsets."""
         if not getattr(tokenizer, "is_fast", False):
             raise UnsupportedError(
-                f"The tokenizer {type(tokenizer).__name__} is a slow one: it does not say which characters a "
-                f"token covers, "
-                "so answers cannot be told from prompts. Use a model with a fast tokenizer (tokenizer.json)."
+                f"The tokenizer {type(tokenizer).__name__} is a slow one: it does not say which characters a token "
+                "covers, so answers cannot be told from prompts. Use a model with a fast tokenizer (tokenizer.json)."
             )
         special_map, special = special_tokens_of(tokenizer)
         state = EncoderState(

@@ -86,8 +86,7 @@ class LoadReport:
         kinds = ", ".join(f"{kind} {gib(count)}" for kind, count in self.bytes_by_kind.items())
         lines = [
             f"{self.base}{weights_note(self.base)}: {self.architecture}, {self.parameters / 1e6:.1f} M weights, "
-            f"{gib(self.total_bytes)} "
-            f"in memory ({kinds})",
+            f"{gib(self.total_bytes)} in memory ({kinds})",
             f"weights {'NF4' if self.quantized else 'as in the checkpoint'}, compute {self.compute_dtype}, "
             f"adapters {self.adapter_dtype}; {len(self.quantized)} layers quantised, {len(self.kept)} kept",
         ]

@@ -97,10 +97,9 @@ def test_preference_rows_are_refused_with_the_way_out(tmp_path: Path) -> None:
 
 def test_rows_that_the_template_refuses(tmp_path: Path) -> None:
     picky = (
-        "{% for m in messages %}{% if m.content == 's' %}{{ raise_exception('Not this one') }}"
-        "{% endif %}"
-        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% for m in messages %}{% if m.content == 's' %}{{ raise_exception('Not this one') }}{% endif "
+        "%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt "
+        "%}<|im_start|>assistant\n{% endif %}"
     )
     good = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path = write_rows(

@@ -17,26 +17,20 @@ DROPS = (
 )
 # As Qwen3: the last answer has a thinking block, an empty one when there is no reasoning; earlier ones have none.
 BLOCKS = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}"
-    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% set content = m.content %}"
-    "{% set r = m.reasoning_content if m.reasoning_content is defined else '' %}"
-    "{% if not r and '</think>' in content %}"
-    "{% set r = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
-    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{% if loop.index0 > ns.last %}<think>\n{{ r }}\n</think>\n\n{% endif %}{{ content }}"
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 "
+    "%}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% set "
+    "content = m.content %}{% set r = m.reasoning_content if m.reasoning_content is defined else '' %}{% if not r and "
+    "'</think>' in content %}{% set r = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}{% set "
+    "content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}{% if loop.index0 > ns.last %}<think>\n{{ r "
+    "}}\n</think>\n\n{% endif %}{{ content }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}{% if "
+    "add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Looks for both tags in the text: an answer with the closing tag alone would get a second block.
 BOTH_TAGS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% if m.reasoning_content is defined %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{{ m.content }}"
-    "{% elif '<think>' in m.content and '</think>' in m.content %}{{ m.content }}"
-    "{% else %}<think>\n\n</think>\n\n{{ m.content }}{% endif %}"
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% if m.reasoning_content is "
+    "defined %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{{ m.content }}{% elif '<think>' in m.content and "
+    "'</think>' in m.content %}{{ m.content }}{% else %}<think>\n\n</think>\n\n{{ m.content }}{% endif %}{% else %}{{ "
+    "m.content }}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -116,9 +110,8 @@ def test_a_history_that_is_rewritten_behind_a_tool_call() -> None:
 
 def test_a_template_that_hides_an_answer_is_refused() -> None:
     tokenizer = byte_tokenizer(
-        "{% for m in messages %}{% if m.role == 'user' or loop.last %}"
-        "[{{ m.role }}]{{ m.content }}<|im_end|>{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        "{% for m in messages %}{% if m.role == 'user' or loop.last %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endif "
+        "%}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     (row,) = prepare(tokenizer, chat("u: one", "a: Answer", "u: two", "a: Bnswer"))
     assert "does not print the text of turn 2 (assistant)" in row.fault
@@ -126,10 +119,9 @@ def test_a_template_that_hides_an_answer_is_refused() -> None:
 
 def test_a_template_that_merges_answers_is_refused_or_right() -> None:
     merging = (
-        "{% for m in messages %}{% if loop.index0 == 0 or messages[loop.index0 - 1].role != m.role %}"
-        "<|im_start|>{{ m.role }}\n{% endif %}{{ m.content }}"
-        "{% if loop.last or messages[loop.index0 + 1].role != m.role %}<|im_end|>\n{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% for m in messages %}{% if loop.index0 == 0 or messages[loop.index0 - 1].role != m.role %}<|im_start|>{{ "
+        "m.role }}\n{% endif %}{{ m.content }}{% if loop.last or messages[loop.index0 + 1].role != m.role "
+        "%}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     tokenizer = byte_tokenizer(merging)
     (row,) = prepare(tokenizer, chat("u: one", "a: A", "a: B"))

@@ -170,9 +170,8 @@ def choose_template(asked: str | None, tokenizer: Any, *, all_alpaca: bool = Fal
         missing = [token for token in named.needs if token not in known]
         if missing:
             raise ConfigError(
-                f"data.chat_template: {asked} needs the tokens {', '.join(missing)}, which this tokenizer does "
-                f"not have. "
-                f"Add them (model.add_tokens: [{', '.join(map(repr, missing))}]), or choose another template."
+                f"data.chat_template: {asked} needs the tokens {', '.join(missing)}, which this tokenizer does not "
+                f"have. Add them (model.add_tokens: [{', '.join(map(repr, missing))}]), or choose another template."
             )
         if "eos_token" in named.source and not tokenizer.eos_token:
             raise ConfigError(
