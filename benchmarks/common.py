@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,12 +73,53 @@ class Side:
         self.checkpoints = apply_activation_checkpointing(self.model, policy, scratch_dir=scratch_dir)
 
 
+def trl_side() -> Side:
+    """TRL's SFTTrainer over the model of `peer_side`: its own loss, which builds no logits."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    folder = tempfile.mkdtemp(prefix="frugal-trl-")  # it writes nothing there before it saves
+    arguments = SFTConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    )
+    trainer = SFTTrainer(
+        model=_quantised_peft(),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"input_ids": [[5, 6, 7]], "labels": [[5, 6, 7]]}),
+        processing_class=AutoTokenizer.from_pretrained(fetch(MODEL)),
+    )
+    model = trainer.model.train()
+
+    def loss(batch: dict[str, Tensor]) -> Tensor:
+        result: Tensor = trainer.compute_loss(model, {**batch, "attention_mask": torch.ones_like(batch["input_ids"])})
+        return result
+
+    return Side("trl", model, loss, adamw(model))
+
+
 def peer_side() -> Side:
+    """PEFT + bitsandbytes + transformers, labels given to the model."""
+    model = _quantised_peft()
+
+    def loss(batch: dict[str, Tensor]) -> Tensor:
+        result: Tensor = model(**batch).loss
+        return result
+
+    return Side("peer", model, loss, adamw(model))
+
+
+def _quantised_peft() -> nn.Module:
     """PEFT + bitsandbytes + transformers as a good user sets them up for float32 compute on a CPU.
 
-    NF4 with double quantisation, sdpa attention, non-reentrant checkpointing, labels given to the model. The model is
-    loaded as float32 because 16-bit products are many times slower on a CPU; `prepare_model_for_kbit_training` then
-    finds nothing left to cast up.
+    NF4 with double quantisation, sdpa attention, non-reentrant checkpointing. The model is loaded as float32
+    because 16-bit products are many times slower on a CPU; `prepare_model_for_kbit_training` then finds nothing left to
+    cast up.
     """
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -95,12 +137,7 @@ def peer_side() -> Side:
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(base, config).train()
     model.config.use_cache = False
-
-    def loss(batch: dict[str, Tensor]) -> Tensor:
-        result: Tensor = model(**batch).loss
-        return result
-
-    return Side("peer", model, loss, adamw(model))
+    return model
 
 
 def frugal_side(policy: Policy = "recompute", *, fused: bool = True) -> Side:
@@ -152,6 +189,6 @@ def environment() -> dict[str, Any]:
         "processor": platform.processor() or platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "peft", "bitsandbytes")},
+        "versions": {name: version(name) for name in ("torch", "transformers", "peft", "trl", "bitsandbytes")},
         "commit": head.stdout.strip() or None,
     }

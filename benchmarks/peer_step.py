@@ -1,4 +1,7 @@
-"""One QLoRA step, frugal against PEFT + bitsandbytes + transformers: peak live bytes and seconds, side by side.
+"""One QLoRA step, frugal against TRL and against plain PEFT: peak live bytes and seconds, side by side.
+
+`trl` is TRL's SFTTrainer over PEFT + bitsandbytes, whose loss builds no logits: the strongest peer on one device here.
+`peer` is the same model with transformers' own loss.
 
     python benchmarks/peer_step.py --json out.json          # SmolLM2-135M, batches 2 x 512, 2 x 1024, 1 x 4096
     python benchmarks/peer_step.py --quick                  # short rows, one repeat: does it run
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RANK, Side, environment, frugal_side, interleaved, peer_side, random_batch
+from common import RANK, Side, environment, frugal_side, interleaved, peer_side, random_batch, trl_side
 from torch import Tensor
 
 from frugal.files import write_json
@@ -57,14 +60,15 @@ def main() -> None:
 
 def measure(cases: list[tuple[int, int]], *, repeats: int, fused: bool = True) -> dict[str, Any]:
     """All cases; the first two give the slopes."""
-    peer, ours = peer_side(), frugal_side(fused=fused)
+    ours = frugal_side(fused=fused)
+    sides = [ours, trl_side(), peer_side()]
     rows: list[dict[str, Any]] = []
     for batch_size, tokens in cases:
         batch = random_batch(batch_size, tokens)
-        losses = {side.name: probe_loss(side, batch) for side in (peer, ours)}
+        losses = {side.name: probe_loss(side, batch) for side in sides}
         row: dict[str, Any] = {"batch": batch_size, "tokens": tokens, "loss": losses}
-        reports = {side.name: side.meter(batch) for side in (ours, peer)}
-        seconds = interleaved([ours, peer], batch, repeats if tokens <= 1024 else max(1, repeats // 3))
+        reports = {side.name: side.meter(batch) for side in sides}
+        seconds = interleaved(sides, batch, repeats if tokens <= 1024 else max(1, repeats // 3))
         for name, report in reports.items():
             row[name] = {"peak_bytes": report.peak_bytes, **seconds[name], "at_peak": report.by_category}
         row["floor_seconds"], row["floor_cpu_seconds"] = floor_seconds(batch_size * tokens)
@@ -85,27 +89,36 @@ def measure(cases: list[tuple[int, int]], *, repeats: int, fused: bool = True) -
 
 
 def probe_loss(side: Side, batch: dict[str, Tensor]) -> float:
-    """The loss before any step of this case, to see that both sides compute the same thing."""
+    """The loss before any step of this case, to see that all sides compute the same thing."""
     with torch.no_grad():
         return float(side.loss(batch))
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What the goals are stated in; peak, seconds and floor at the first case."""
+    """What the goals are stated in, against TRL (`trl_`) and against plain PEFT; peak (`_second`: at the second case),
+    seconds and floor at the first case."""
     first, second = rows[0], rows[1]
     further = second["batch"] * second["tokens"] - first["batch"] * first["tokens"]
 
     def slope(side: str) -> float:
         return float(second[side]["peak_bytes"] - first[side]["peak_bytes"]) / further
 
+    found = {}
+    for name, prefix in (("trl", "trl_"), ("peer", "")):
+        found |= {
+            f"{prefix}peak_ratio": first["frugal"]["peak_bytes"] / first[name]["peak_bytes"],
+            f"{prefix}peak_ratio_disk": first["frugal_disk"]["peak_bytes"] / first[name]["peak_bytes"],
+            f"{prefix}peak_ratio_second": second["frugal"]["peak_bytes"] / second[name]["peak_bytes"],
+            f"{prefix}peak_ratio_disk_second": second["frugal_disk"]["peak_bytes"] / second[name]["peak_bytes"],
+            f"{prefix}slope_ratio": slope("frugal") / slope(name),
+            f"{prefix}slope_ratio_disk": slope("frugal_disk") / slope(name),
+            f"{prefix}seconds_ratio": first["frugal"]["seconds"] / first[name]["seconds"],
+            f"{prefix}cpu_seconds_ratio": first["frugal"]["cpu_seconds"] / first[name]["cpu_seconds"],
+            f"{name}_bytes_per_token": slope(name),
+        }
     return {
-        "peak_ratio": first["frugal"]["peak_bytes"] / first["peer"]["peak_bytes"],
-        "slope_ratio": slope("frugal") / slope("peer"),
-        "slope_ratio_disk": slope("frugal_disk") / slope("peer"),
-        "seconds_ratio": first["frugal"]["seconds"] / first["peer"]["seconds"],
-        "cpu_seconds_ratio": first["frugal"]["cpu_seconds"] / first["peer"]["cpu_seconds"],
+        **found,
         **floor_ratios(first),
-        "peer_bytes_per_token": slope("peer"),
         "frugal_bytes_per_token": slope("frugal"),
         "frugal_disk_bytes_per_token": slope("frugal_disk"),
     }
@@ -155,13 +168,15 @@ def _linear_seconds(tokens: int, inputs: int, outputs: int, repeats: int) -> tup
 def summary(result: dict[str, Any]) -> str:
     """The result as a small table."""
     lines = [
-        f"{'case':>10} {'frugal MiB':>10} {'disk MiB':>9} {'peer MiB':>9} {'frugal s':>9} {'peer s':>8} {'floor s':>8}"
+        f"{'case':>10} {'frugal MiB':>10} {'disk MiB':>9} {'TRL MiB':>9} {'PEFT MiB':>9} {'frugal s':>9} {'TRL s':>8} "
+        f"{'PEFT s':>8} {'floor s':>8}"
     ]
     for row in result["cases"]:
         disk = f"{row['frugal_disk']['peak_bytes'] / MIB:9.1f}" if "frugal_disk" in row else " " * 9
         lines.append(
             f"{row['batch']:>3} x {row['tokens']:<5}{row['frugal']['peak_bytes'] / MIB:10.1f} {disk} "
-            f"{row['peer']['peak_bytes'] / MIB:9.1f} {row['frugal']['seconds']:9.2f} {row['peer']['seconds']:8.2f} "
+            f"{row['trl']['peak_bytes'] / MIB:9.1f} {row['peer']['peak_bytes'] / MIB:9.1f} "
+            f"{row['frugal']['seconds']:9.2f} {row['trl']['seconds']:8.2f} {row['peer']['seconds']:8.2f} "
             f"{row['floor_seconds']:8.2f}"
         )
     lines += [f"{key:<28}{value:12.3f}" for key, value in result.items() if isinstance(value, float)]
