@@ -7,18 +7,20 @@ import json
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import BaseModel
 
-from frugal.checkpoints.read import find_latest, why_incomplete
+from frugal.checkpoints.complete import ADAPTER_FILE, find_latest, why_incomplete
 from frugal.checkpoints.rotation import list_checkpoints
 from frugal.config import Config
-from frugal.data import TokenDataset
 from frugal.errors import CheckpointError
 from frugal.files import read_json
 from frugal.manifest import FILE_NAME
+
+if TYPE_CHECKING:  # imports torch: a command asks this module before anything heavy is imported
+    from frugal.data import TokenDataset
 
 HARMLESS = (
     "data.cache",
@@ -103,14 +105,19 @@ def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
 
 
 def starting_point(
-    run_dir: Path, config: dict[str, Any], resume: bool | str | Path | None, say: Callable[[str], None] = print
+    run_dir: Path,
+    config: dict[str, Any],
+    resume: bool | str | Path | None,
+    say: Callable[[str], None] = print,
+    *,
+    hashes: bool = True,
 ) -> Path | None:
     """The checkpoint to go on from, None for a fresh start.
 
     ``resume`` None or False starts fresh, and refuses a folder that already holds a run. True (or "auto", "latest")
     takes the newest complete checkpoint of the folder, and starts fresh with a message when it holds none, so that one
     command serves a machine that is restarted at any time. A path names one checkpoint. What is chosen was compared
-    with its hashes.
+    with its hashes, unless ``hashes`` is false.
     """
     run_dir = Path(run_dir)
     if run_dir.exists() and not run_dir.is_dir():
@@ -119,7 +126,7 @@ def starting_point(
         _refuse_used(run_dir, config)
         return None
     if resume is True or resume in ("auto", "latest"):
-        latest = find_latest(run_dir, say)
+        latest = find_latest(run_dir, say, hashes=hashes)
         if latest is None:
             say(f"{run_dir} holds no complete checkpoint: starting from the beginning")
         else:
@@ -129,13 +136,26 @@ def starting_point(
     folder = Path(resume)
     if not folder.is_dir() and (run_dir / folder).is_dir():
         folder = run_dir / folder
-    reason = why_incomplete(folder) if folder.is_dir() else "there is no such folder"
+    reason = why_incomplete(folder, hashes=hashes) if folder.is_dir() else "there is no such folder"
     if reason is not None:
         have = ", ".join(path.name for _, path in list_checkpoints(run_dir)) or "none"
         raise CheckpointError(f"cannot resume from {folder}: {reason}. Checkpoints in {run_dir}: {have}.")
     check_config(folder, config)
     say(f"going on from {folder}")
     return folder
+
+
+def finished(run_dir: Path, start: Path | None) -> dict[str, Any] | None:
+    """The state of the checkpoint to go on from when it is the run's last and the run has ended, else None."""
+    if start is None or start.parent != run_dir or not (run_dir / ADAPTER_FILE).is_file():
+        return None
+    path = start / "trainer_state.json"
+    try:
+        state = read_json(path)
+        done = int(state["step"]) >= int(state["plan"]["total_steps"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return state if done else None
 
 
 def check_config(folder: Path, config: dict[str, Any]) -> None:

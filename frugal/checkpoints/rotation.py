@@ -7,11 +7,13 @@ import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from frugal.errors import CheckpointError
 from frugal.units import disk_size
+
+if TYPE_CHECKING:
+    from torch import nn
 
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.1}
 """Bytes of optimizer state a trained element: two fp32 moments, or two 8-bit ones with their block scales."""

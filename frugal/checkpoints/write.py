@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch.optim import Optimizer
 
 from frugal.adapters import save_adapter
-from frugal.checkpoints.read import FORMAT, MARKER, why_incomplete
+from frugal.checkpoints.complete import FORMAT, MARKER, why_incomplete
 from frugal.checkpoints.rotation import aside, free_bytes, leftovers, rotate
 from frugal.checkpoints.side_files import save_side_files
 from frugal.config import Config, OutputSection, dump_yaml

@@ -83,6 +83,8 @@ def train(
         print("# The configuration is right. Nothing was started or written.")
         return
     where: str | Path | None = resume if resume in (None, "auto") else Path(resume)
+    if not imported("frugal.cli.early", "before_training")(loaded, where):
+        return
     frugal.train(loaded, resume=where)
     imported("frugal.distributed.group", "leave")()
 

@@ -58,9 +58,10 @@ def plan(
     if sweep and solve:
         raise ConfigError("--sweep and --solve are two questions: give one of them.")
     _refuse(world_size, strategy, shard_base, offload, gpus_per_host)
+    config = imported("frugal.planning.source", "as_config")(source, overrides or ())
+    imported("frugal.planning.source", "configuration_folder")(config.model.base, config.model.revision)
     planner = imported("frugal.planning", "make_planner")(
-        source,
-        overrides or (),
+        config,
         gpu=gpu,
         vram=vram,
         host_ram=host_ram,
@@ -126,6 +127,7 @@ def _answer(planner: Any, *, sweep: bool, solve: bool) -> tuple[Any, list[str], 
 def as_comments(config: Config) -> list[str]:
     """The plan for the device found here, as lines of YAML comments; a base that cannot be had is said, no error."""
     try:
+        imported("frugal.planning.source", "configuration_folder")(config.model.base, config.model.revision)
         # what `frugal train` forecasts too; `frugal plan` has the longest sequence and every phase
         found = imported("frugal.planning", "make_planner")(config).plan(
             with_line=False, simulated=("steady_step", "evaluation")

@@ -9,20 +9,23 @@ import re
 import socket
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import huggingface_hub
+from huggingface_hub import constants
 from huggingface_hub import errors as hub
-from transformers import AutoConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from frugal.assets import CATALOGUE, fetch, is_known
 from frugal.errors import ConfigError, ModelError, UnsupportedError
 from frugal.files import inside, read_json
-from frugal.tensor_files import StoredTensor, read_headers
+
+if TYPE_CHECKING:
+    from frugal.tensor_files import StoredTensor
+
+# torch and transformers are imported where they are used: a wrong model.base is told before those seconds.
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -61,6 +64,8 @@ class ResolvedModel:
         """The model's transformers configuration."""
         if self.configuration is not None:
             return self.configuration
+        from transformers import AutoConfig
+
         return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
 
 
@@ -71,25 +76,42 @@ def resolve_base(base: str, revision: str | None = None, *, trust_remote_code: b
         ModelError: it cannot be found, had or used; the message says what to do.
         UnsupportedError: its format or code is not accepted.
     """
+    folder = check_name(base, revision)
+    if is_known(base):
+        return ResolvedModel(base, fetch(base), "catalogue", CATALOGUE[base].version)
+    if folder.is_dir():
+        _check_code(base, read_json(folder / "config.json"), trust_remote_code)
+        return ResolvedModel(base, folder.resolve(), "folder", None, trust_remote_code)
+    return _from_hub(base, revision, trust_remote_code)
+
+
+def check_name(base: str, revision: str | None = None) -> Path:
+    """What can be told of ``base`` without a network or a heavy import. Returns it as a folder, which need not exist.
+
+    Raises as `resolve_base` does.
+    """
     folder = Path(base).expanduser()
     if revision is not None and (is_known(base) or folder.exists()):
         raise ConfigError(f"model.revision is for hub ids; {base} is none. Remove it.")
     if is_known(base):
         if CATALOGUE[base].kind != "model":
             raise ConfigError(f"model.base: {base} is a data set. {_near(base).strip()}")
-        path = fetch(base)
-        return ResolvedModel(base, path, "catalogue", CATALOGUE[base].version)
+        return folder
     if folder.is_dir():
         check_folder(folder)
-        _check_code(base, read_json(folder / "config.json"), trust_remote_code)
-        return ResolvedModel(base, folder.resolve(), "folder", None, trust_remote_code)
+        return folder
     if folder.exists():
         raise ModelError(f"model.base is the file {base}; it must be a folder, a hub id, or a name that fetch knows.")
-    if base.startswith((".", "/", "~", "\\")) or not _HUB_ID.fullmatch(base):
+    if not may_be_hub_id(base):
         raise ModelError(f"model.base: there is no folder {base} (looked in {Path.cwd()}).{_near(base)}")
     if "/" not in base and difflib.get_close_matches(base.lower(), CATALOGUE, n=1, cutoff=0.8):
         raise ModelError(f"model.base: there is no folder {base!r} and no such name.{_near(base)}")
-    return _from_hub(base, revision, trust_remote_code)
+    return folder
+
+
+def may_be_hub_id(base: str) -> bool:
+    """Whether a hub could know the name; otherwise it is a path."""
+    return _HUB_ID.fullmatch(base) is not None
 
 
 def _near(base: str) -> str:
@@ -158,6 +180,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         ModelError: weights are missing or a file is damaged.
     """
+    from frugal.tensor_files import read_headers
+
     if missing := missing_weights(folder):
         raise ModelError(f"{folder} is incomplete: missing {', '.join(missing)}.")
     return read_headers(weight_files(folder))
@@ -210,6 +234,9 @@ def _check_code(base: str, config: dict[str, Any], trust_remote_code: bool) -> N
     """Refuse a model that needs its own Python code, unless asked for. One that transformers knows needs none."""
     if trust_remote_code or "auto_map" not in config:
         return
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     model_type = config.get("model_type", "")
     if model_type in CONFIG_MAPPING and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return  # transformers' own class is used; the folder's code is never looked at
@@ -220,12 +247,12 @@ def _check_code(base: str, config: dict[str, Any], trust_remote_code: bool) -> N
     )
 
 
-def _reachable() -> bool:
+def reachable() -> bool:
     """Whether the hub answers. Asked once: a download would try six times for half a minute, printing each failure."""
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         return False
     try:
-        urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=10).close()
+        urllib.request.urlopen(constants.ENDPOINT, timeout=10).close()
     except urllib.error.HTTPError:
         return True
     except urllib.error.URLError as error:  # a certificate that only the hub library accepts: let it try
@@ -235,9 +262,17 @@ def _reachable() -> bool:
     return True
 
 
+def hub_configuration(base: str, revision: str | None) -> Path:
+    """The config.json of a hub id, from the hub or its cache. Raises ModelError naming what is wrong."""
+    with _hub_faults(base, revision):
+        return Path(
+            huggingface_hub.hf_hub_download(base, "config.json", revision=revision, local_files_only=not reachable())
+        )
+
+
 def _from_hub(base: str, revision: str | None, trust_remote_code: bool) -> ResolvedModel:
-    local = not _reachable()
-    try:
+    local = not reachable()
+    with _hub_faults(base, revision):
         config = Path(huggingface_hub.hf_hub_download(base, "config.json", revision=revision, local_files_only=local))
         _check_code(base, read_json(config), trust_remote_code)
         patterns = [*_HUB_PATTERNS, "*.py"] if trust_remote_code else _HUB_PATTERNS
@@ -250,6 +285,20 @@ def _from_hub(base: str, revision: str | None, trust_remote_code: bool) -> Resol
                 local_files_only=local,
             )
         )
+    missing = missing_weights(path)
+    if missing:
+        raise UnsupportedError(
+            f"{base} has no safetensors weights on the hub ({', '.join(missing)} missing); pickles are never read. "
+            "Look for a safetensors version or revision of it."
+        )
+    return ResolvedModel(base, path, "hub", path.name, trust_remote_code)
+
+
+@contextlib.contextmanager
+def _hub_faults(base: str, revision: str | None) -> Iterator[None]:
+    """Errors of the hub library as one message each."""
+    try:
+        yield
     except hub.GatedRepoError as error:
         raise ModelError(
             f"{base} is gated: accept its licence on its hub page, then `hf auth login` (or set HF_TOKEN)."
@@ -264,17 +313,10 @@ def _from_hub(base: str, revision: str | None, trust_remote_code: bool) -> Resol
     except hub.RemoteEntryNotFoundError as error:
         raise ModelError(f"{base} has no config.json on the hub: it is not a transformers model.") from error
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:
-        reason = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         raise ModelError(
             f"model.base: {base!r} is no local folder, is not in the hub cache, and {reason}. Download it where there "
             f"is a network (`hf download {base}`), or give a local folder.{_near(base)}"
         ) from error
     except (hub.HfHubHTTPError, OSError) as error:
         raise ModelError(f"Cannot get {base} from the hub: {error}") from error
-    missing = missing_weights(path)
-    if missing:
-        raise UnsupportedError(
-            f"{base} has no safetensors weights on the hub ({', '.join(missing)} missing); pickles are never read. "
-            "Look for a safetensors version or revision of it."
-        )
-    return ResolvedModel(base, path, "hub", path.name, trust_remote_code)

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
-from frugal.config import Config, load_config
+from frugal.config import Config
 from frugal.decision import Decision
 from frugal.errors import ConfigError
 from frugal.planning.inputs import planned_device
 from frugal.planning.planner import Plan, Planner
 from frugal.planning.sharding import StrategyName
 from frugal.planning.simulated_model import Shape
+from frugal.planning.source import Source, as_config
 from frugal.units import gib
 
-Source = Config | Mapping[str, object] | str | Path
 MOST_TOKENS = 1 << 26
 """Of a micro-batch. Masks that are only described have its square of elements, times heads: a 64-bit number."""
-
-
-def as_config(source: Source, overrides: Sequence[str] = ()) -> Config:
-    """A configuration; a model's name becomes QLoRA over it with one row a micro-batch and everything else as usual."""
-    if isinstance(source, Config):
-        return source
-    text = str(source)
-    is_model = not isinstance(source, Mapping) and (
-        Path(text).is_dir() or not (Path(text).exists() or text.endswith((".yaml", ".yml")))
-    )
-    if is_model:
-        source = {
-            "model": {"base": text},
-            "data": {"train": "train.jsonl"},
-            "train": {"per_device_train_batch_size": 1},
-            "output": {"dir": "runs/plan"},
-        }
-    return load_config(source, overrides)
 
 
 def make_planner(

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig
-
 # name: (model_type, hidden, intermediate, layers, heads, kv heads, head size, vocabulary, tied, other values)
 _ROWS: dict[str, tuple[str, int, int, int, int, int, int, int, bool, dict[str, Any]]] = {
     "meta-llama/Llama-3.1-8B": ("llama", 4096, 14336, 32, 32, 8, 128, 128256, False, {}),
@@ -72,14 +70,19 @@ def known_architecture(name: str) -> Any | None:
 
     Variants count as their base: `meta-llama/Llama-3.1-8B-Instruct`, `qwen3-4b-instruct-2507`.
     """
+    row = known_name(name)
+    return None if row is None else _config(_ROWS[row])
+
+
+def known_name(name: str) -> str | None:
+    """The row of the table that ``name`` means, None for others."""
     wanted = _plain(name)
-    for row, values in _ROWS.items():
-        if _plain(row) == wanted:
-            return _config(values)
-    return None
+    return next((row for row in _ROWS if _plain(row) == wanted), None)
 
 
 def _config(values: tuple[str, int, int, int, int, int, int, int, bool, dict[str, Any]]) -> Any:
+    from transformers import AutoConfig  # seconds; the names above are asked for without it
+
     kind, hidden, intermediate, layers, heads, kv_heads, head_size, vocabulary, tied, others = values
     return AutoConfig.for_model(
         kind,

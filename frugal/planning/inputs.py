@@ -6,17 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import psutil
 import torch
-from huggingface_hub import errors as hub
 from transformers import AutoConfig
 
-from frugal.assets import is_known
 from frugal.decision import Decision
 from frugal.device import BF16_FROM, Device, find_gpu, probe, resolve_dtype
-from frugal.errors import ModelError, UnsupportedError
-from frugal.planning.architectures import architectures, known_architecture
+from frugal.errors import UnsupportedError
+from frugal.planning.architectures import known_architecture
+from frugal.planning.source import configuration_folder
 from frugal.units import nominal_gib, parse_size
 
 
@@ -57,25 +55,10 @@ def architecture(base: str, revision: str | None = None, *, trust_remote_code: b
 
     Raises ModelError naming the ways to say it.
     """
-    folder = Path(base).expanduser()
-    if (folder / "config.json").is_file():
+    folder = configuration_folder(base, revision)
+    if folder is not None:
         return _read(folder, trust_remote_code)
-    if folder.is_dir():
-        raise ModelError(f"{folder} has no config.json: give a model's folder.")
-    known = known_architecture(base)
-    if known is not None:
-        return known
-    shown = f"Without a network these are known: {', '.join(architectures())}."
-    if is_known(base) or "/" not in base:
-        raise ModelError(f"{base!r} is neither a model's folder nor a hub id (owner/name). {shown}")
-    try:
-        file = huggingface_hub.hf_hub_download(base, "config.json", revision=revision)
-    except (hub.HfHubHTTPError, hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, OSError) as error:
-        raise ModelError(
-            f"The config.json of {base!r} cannot be had ({type(error).__name__}): gated, misspelt, or no network. "
-            f"A folder with its config.json does as well. {shown}"
-        ) from error
-    return _read(Path(file).parent, trust_remote_code)
+    return known_architecture(base)
 
 
 def _read(folder: Path, trust_remote_code: bool) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from frugal.checkpoints.complete import find_latest
 from frugal.config import Config, dump_yaml
 from frugal.console import say
 from frugal.data import PreparedData
@@ -34,6 +35,16 @@ from frugal.training.schedule import TrainPlan
 from frugal.training.warmup_step import WarmupResult
 from frugal.web.report import write_report
 
+_PHASES = {
+    "data": "preparing rows",
+    "plan": "planning memory",
+    "load": "loading the model",
+    "warm-up step": "trying the longest micro-batch",
+    "saving": "saving the adapter",
+}
+_SAID = ("plan", "load", "warm-up step")
+"""Phases of seconds to minutes in which nothing else is said."""
+
 
 class RunEvents:
     """Context of one run, told what happens in it. Nothing is written before `resolved`, so that wrong input leaves no
@@ -46,6 +57,7 @@ class RunEvents:
         self.log = TrainLog(run_dir / "train_log.jsonl")
         self._total_steps = 0
         self._started = False
+        self._doing = "starting"
         self._reporter: Reporter | None = None
         self._trackers: Trackers | None = None
 
@@ -82,9 +94,18 @@ class RunEvents:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the run, for the manifest and the report."""
+        """Time a phase of the run, for the manifest and the report; a long one is said when it begins."""
+        self._doing = _PHASES.get(name, name)
+        if name in _SAID:
+            self.say(f"{self._doing} ...")
         with self.manifest.timed(name):
             yield
+
+    def interrupted(self) -> str:
+        """What was going on when the user stopped the run outside its steps, and what stands."""
+        latest = find_latest(self.run_dir, lambda _: None, hashes=False)
+        saved = f"--resume goes on from {latest.name}." if latest is not None else "No step was done, nothing is saved."
+        return f"while {self._doing}: {saved}"
 
     def prepared(self, base: ResolvedModel, data: PreparedData, plan: TrainPlan) -> None:
         """Rows are there and steps are counted."""
@@ -207,7 +228,7 @@ class RunEvents:
         self.manifest.finished(result.numbers())
         self._write_manifest()
         write_report(self.run_dir)
-        for line in summary_lines(result, samples):
+        for line in summary_lines(result, samples, self.manifest.content.get("seconds", {})):
             say(line)
 
     def _decided(self, part: str, chosen: str, why: str) -> None:

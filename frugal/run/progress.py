@@ -27,7 +27,6 @@ class Reporter:
         self._interval = max(every, total // _LINES_A_RUN)
         self._begun = time.monotonic()
         self._last_line = float("-inf")
-        self._last_eval: float | None = None
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._handle: Any = None
@@ -53,10 +52,8 @@ class Reporter:
         if self._quiet:
             return
         step = int(record["step"])
-        if record.get("eval_loss") is not None:
-            self._last_eval = float(record["eval_loss"])
         if "loss" not in record:
-            self.say(f"held-out loss before training {self._last_eval:.4f}")
+            self.say(f"held-out loss before training {record['eval_loss']:.4f}")
             return
         text = self._text(record)
         if self._bar is not None and self._task is not None:
@@ -98,7 +95,7 @@ class Reporter:
             f"{record['tokens_per_second']:,.0f} tok/s",
             gib(record["peak_memory_bytes"]),
         ]
-        if self._last_eval is not None:
-            parts.insert(3, f"eval {self._last_eval:.4f}")
+        if record.get("eval_loss") is not None:  # of this step; an older one would look like a new measurement
+            parts.insert(3, f"eval {record['eval_loss']:.4f}")
         parts.append(f"left {seconds(left)}" if step < self._total else f"took {seconds(elapsed)}")
         return "  ".join(parts)

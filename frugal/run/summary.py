@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from frugal.objectives import Objective
-from frugal.training.loop import peak_memory_bytes
+from frugal.config import Config
+from frugal.files import read_json
+from frugal.objectives import Objective, make_objective
 from frugal.training.schedule import TrainPlan
 from frugal.training.setup import LoopState
 from frugal.units import gib, seconds
@@ -58,9 +59,9 @@ def summarise(
     objective: Objective,
     *,
     kept_best: bool,
-    device: torch.device,
+    peak_bytes: int,
 ) -> TrainResult:
-    """The result of a finished loop."""
+    """The result of a finished loop. ``peak_bytes``: of memory, by the process that ran it."""
     before, after = state.first_eval_loss, state.best_eval_loss if kept_best else state.eval_loss
     return TrainResult(
         run_dir=run_dir,
@@ -72,9 +73,24 @@ def summarise(
         best_step=state.best_step,
         tokens=state.tokens,
         seconds=state.seconds,
-        peak_memory_bytes=peak_memory_bytes(device),
+        peak_memory_bytes=peak_bytes,
         eval_metrics_before={} if before is None else objective.of_eval_loss(before),
         eval_metrics={} if after is None else objective.of_eval_loss(after),
+    )
+
+
+def result_of_finished(config: Config, saved: Mapping[str, Any]) -> TrainResult:
+    """The result of a run that has ended already. ``saved``: the state in its last checkpoint."""
+    run_dir, state, plan = Path(config.output.dir), LoopState(**saved["loop"]), TrainPlan(**saved["plan"])
+    manifest = run_dir / "manifest.json"
+    noted = read_json(manifest).get("result", {}) if manifest.is_file() else {}
+    return summarise(
+        run_dir,
+        state,
+        plan,
+        make_objective(pad_id=0, flat=False, label_smoothing=config.train.label_smoothing),  # for names of figures
+        kept_best=config.output.keep_best and state.best_step is not None,
+        peak_bytes=int(noted.get("peak_memory_bytes", 0)),
     )
 
 
@@ -87,8 +103,8 @@ def _one_line(text: str, longest: int = 160) -> str:
     return flat if len(flat) <= longest else flat[: longest - 3] + "..."
 
 
-def summary_lines(result: TrainResult, samples: list[dict[str, str]]) -> list[str]:
-    """The closing summary, one string a line."""
+def summary_lines(result: TrainResult, samples: list[dict[str, str]], phases: Mapping[str, float]) -> list[str]:
+    """The closing summary, one string a line. ``phases``: seconds of each, in order."""
     steps = "step" if result.steps == 1 else "steps"
     lines = ["", f"Trained {result.steps} {steps} ({result.epochs:.2f} epochs) in {seconds(result.seconds)}."]
     if result.final_loss is not None:
@@ -101,6 +117,8 @@ def summary_lines(result: TrainResult, samples: list[dict[str, str]]) -> list[st
         )
         lines.append(f"  held-out loss           {before:.4f} -> {after:.4f}" + (f" ({also})" if also else ""))
     lines.append(f"  peak memory             {gib(result.peak_memory_bytes)}")
+    if phases:
+        lines.append("  time of each phase      " + ", ".join(f"{name} {seconds(one)}" for name, one in phases.items()))
     for sample in samples:
         lines.append("")
         lines += [f"  {name:<6}  {_one_line(sample.get(key, ''))}" for name, key in _SAMPLE]

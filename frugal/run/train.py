@@ -12,7 +12,7 @@ import torch
 
 from frugal.checkpoints.lock import run_lock
 from frugal.checkpoints.read import load_checkpoint, put_adapter, restore
-from frugal.checkpoints.resume import check_plan, data_fingerprint, run_clock, run_identity, starting_point
+from frugal.checkpoints.resume import check_plan, data_fingerprint, finished, run_clock, run_identity, starting_point
 from frugal.checkpoints.write import CheckpointWriter, side_files
 from frugal.config import Config, load_config
 from frugal.device import needs_loss_scaling
@@ -40,14 +40,14 @@ from frugal.run.steps import (
     out_of_memory,
     prepare_data,
 )
-from frugal.run.summary import TrainResult, summarise
+from frugal.run.summary import TrainResult, result_of_finished, summarise
 from frugal.run.trackers import check_trackers
-from frugal.training.loop import train_loop
+from frugal.training.loop import peak_memory_bytes, train_loop
 from frugal.training.oom_fallback import MemorySettings
 from frugal.training.optim import build_optimizer, trainable
 from frugal.training.schedule import StepOrder, lr_lambda, make_plan
 from frugal.training.setup import Hooks, LoopState, TrainSetup, seed_step_noise
-from frugal.training.signals import StopRequest
+from frugal.training.signals import StopAtOnce, StopRequest
 
 Source = Config | Mapping[str, object] | str | Path
 
@@ -88,8 +88,13 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
     accelerator, device, first = machine.accelerator, machine.device, group.rank() == 0
     with ExitStack() as cleanup:
         events = cleanup.enter_context(RunEvents(run_dir, config, first=first))
+        cleanup.enter_context(StopAtOnce(events.interrupted))
         events.say(*machine.notes)
         start = group.on_first(lambda: starting_point(run_dir, asked, resume, events.say))
+        ended = group.on_first(lambda: finished(run_dir, start))
+        if ended is not None:
+            events.say(f"{run_dir} is finished: all {ended['step']} steps are done. Nothing is left to train.")
+            return result_of_finished(config, ended)
         cleanup.callback(accelerator.free_memory)  # it keeps a list of models
         cleanup.enter_context(run_lock(run_dir, events.say))
         checkpoint = None if start is None else load_checkpoint(start, hashes=False)  # compared when it was chosen
@@ -206,7 +211,8 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         kept_best = config.output.keep_best and state.best_step is not None
         if kept_best:
             put_adapter(strategy, model, run_dir / f"checkpoint-{state.best_step}")
-        result = summarise(run_dir, state, plan, objective, kept_best=kept_best, device=device.torch_device)
+        peak = peak_memory_bytes(device.torch_device)
+        result = summarise(run_dir, state, plan, objective, kept_best=kept_best, peak_bytes=peak)
         samples.after(strategy, wrapped, model, tokenizer)
         with events.phase("saving"):
             card = events.card(base, data, result, samples.rows) if first else ""

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from frugal.checkpoints.complete import find_latest, why_incomplete
 from frugal.checkpoints.lock import RunLock
-from frugal.checkpoints.read import find_latest, why_incomplete
 from frugal.checkpoints.write import CheckpointParts, save_checkpoint, side_files
 from frugal.config import load_config
 from frugal.errors import CheckpointError

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from frugal.checkpoints.read import find_latest, load_checkpoint
+from frugal.checkpoints.complete import find_latest
+from frugal.checkpoints.read import load_checkpoint
 from frugal.checkpoints.rotation import rotate
 from frugal.checkpoints.write import CheckpointParts, recover, save_checkpoint
 from frugal.training.optim import OptimizerState

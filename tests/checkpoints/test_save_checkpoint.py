@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from frugal.checkpoints.read import MARKER, find_latest, load_checkpoint, why_incomplete
+from frugal.checkpoints.complete import MARKER, find_latest, why_incomplete
+from frugal.checkpoints.read import load_checkpoint
 from frugal.checkpoints.resume import differences, starting_point
 from frugal.checkpoints.rotation import check_space, checkpoint_bytes, list_checkpoints, rotate
 from frugal.checkpoints.write import CheckpointParts, recover, save_checkpoint

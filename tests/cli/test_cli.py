@@ -253,16 +253,41 @@ def test_version() -> None:
     assert done.output == f"frugal {importlib.metadata.version('frugal')}\n"
 
 
+def without_heavy_imports(words: list[str], cwd: Path) -> tuple[str, str]:
+    """(exit code, what was said) of a command that imported neither torch nor peft."""
+    code = (
+        f"import sys; from frugal.cli.main import app\ntry: app(args={words!r})\n"
+        'except SystemExit as end: sys.exit(f\'{end.code} {[m for m in ("torch", "peft") if m in sys.modules]}\')'
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=600)
+    *said, last = (done.stdout + done.stderr).splitlines()
+    exit_code, _, heavy = last.partition(" ")
+    assert heavy == "[]", done
+    return exit_code, "\n".join(said)
+
+
 @pytest.mark.parametrize("command", [["chat"], ["eval"], ["merge", "--out", "x"]])
 def test_a_wrong_path_is_told_before_anything_heavy_is_imported(tmp_path: Path, command: list[str]) -> None:
     """U10, U11: what is there is said as it is, and torch is not imported for it."""
     (tmp_path / "base.yaml").write_text("a: 1")
     for name, message in (("nothere", "does not exist"), ("base.yaml", "is a file")):
-        words = [command[0], str(tmp_path / name), *command[1:]]
-        code = (
-            f"import sys; from frugal.cli.main import app\ntry: app(args={words!r})\n"
-            "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'peft' in sys.modules)"
-        )
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600)
-        assert done.stdout.split() == ["2", "False", "False"], done
-        assert message in done.stderr
+        code, said = without_heavy_imports([command[0], str(tmp_path / name), *command[1:]], tmp_path)
+        assert code == "2"
+        assert message in said
+
+
+def test_what_train_and_plan_refuse_without_anything_heavy(tmp_path: Path, tiny_llama_folder: Path) -> None:
+    """U11: a base that is not there, a used folder, a finished run; the whole configuration for a base not known."""
+    (tmp_path / "rows.jsonl").write_text("")
+    written = CONFIG.replace("base: m", "base: ./m").replace("dir: out", f"dir: {tmp_path / 'out'}")
+    (tmp_path / "c.yaml").write_text(written, encoding="utf-8")
+    code, said = without_heavy_imports(["train", "c.yaml"], tmp_path)
+    assert (code, "there is no folder ./m" in said) == ("2", True)
+    code, said = without_heavy_imports(["train", "c.yaml", "--dry-run"], tmp_path)
+    assert (code, "no plan: './m' is neither" in said) == ("0", True)
+    code, said = without_heavy_imports(["plan", "nothing"], tmp_path)
+    assert (code, "neither a model's folder nor a hub id" in said) == ("2", True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter_model.safetensors").write_text("")
+    code, said = without_heavy_imports(["train", "c.yaml", f"model.base={tiny_llama_folder}"], tmp_path)
+    assert (code, "already holds a finished adapter" in said) == ("2", True)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from frugal.checkpoints.read import find_latest
+from frugal.checkpoints.complete import find_latest
 from frugal.exports.registry import merge
 from frugal.files import read_json
 from frugal.run.train import train

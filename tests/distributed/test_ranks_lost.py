@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from frugal.checkpoints.read import find_latest
+from frugal.checkpoints.complete import find_latest
 from tests.distributed.ranks.harness import Outcomes, run_cases
 from tests.support import runs
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from frugal.checkpoints.read import MARKER, load_checkpoint
+from frugal.checkpoints.complete import MARKER
+from frugal.checkpoints.read import load_checkpoint
 from frugal.checkpoints.write import CheckpointParts, save_checkpoint
 from frugal.errors import CheckpointError
 from frugal.files import sha256_file

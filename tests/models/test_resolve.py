@@ -129,7 +129,7 @@ def test_hub_errors_say_what_to_do(error: Exception, message: str, monkeypatch: 
         raise error
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-    monkeypatch.setattr(source, "_reachable", lambda: True)
+    monkeypatch.setattr(source, "reachable", lambda: True)
     with pytest.raises(ModelError, match=message):
         resolve_base("org/model", "v2")
 
@@ -146,7 +146,7 @@ def test_a_hub_model_config_first_then_safetensors_only(folder: Path, monkeypatc
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", one)
-    monkeypatch.setattr(source, "_reachable", lambda: True)
+    monkeypatch.setattr(source, "reachable", lambda: True)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", all_of_it)
     found = resolve_base("org/model")
     assert calls[0] == "config.json"

@@ -140,4 +140,4 @@ def test_a_notebook_gets_one_line_that_changes(
 
 def test_the_commands_of_the_summary_can_be_pasted() -> None:
     result = TrainResult(Path("runs/my first"), 1, 1.0, None, None, None, None, 1, 1.0, 1)
-    assert summary_lines(result, [])[-2] == "  talk to it:  frugal chat 'runs/my first'"
+    assert summary_lines(result, [], {})[-2] == "  talk to it:  frugal chat 'runs/my first'"

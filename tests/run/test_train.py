@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import frugal.checkpoints.write
-from frugal.checkpoints.read import why_incomplete
+from frugal.checkpoints.complete import why_incomplete
 from frugal.errors import CheckpointError, ConfigError, FrugalError
 from frugal.files import read_json
 from frugal.run.evaluate import evaluate

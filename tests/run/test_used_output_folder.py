@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 import pytest
 
 from frugal.checkpoints.lock import RunLock
-from frugal.errors import CheckpointError, DataError
+from frugal.errors import CheckpointError, DataError, Interrupted
+from frugal.files import read_json
 from frugal.run.train import train
 from tests.support import runs
 
@@ -50,7 +53,45 @@ def test_same_config_resumes_only_when_asked(done: tuple[Path, dict[str, Any]]) 
     assert "--resume" in message
     assert "output.dir" in message
     assert _content(root / "new" / "run") == before
-    assert train(config, resume=True).steps == 2  # finished already: nothing is trained again
+
+
+def test_resuming_a_finished_run_says_so_at_once(
+    done: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """U12: no model is loaded, nothing is written, and what the run reached is returned."""
+    root, config = done
+    folder = root / "new" / "run"
+    before = _content(folder)
+    monkeypatch.setattr("frugal.run.train.load_model", None)
+    result = train(config, resume=True)
+    assert capsys.readouterr().out.endswith("is finished: all 2 steps are done. Nothing is left to train.\n")
+    assert (result.steps, result.final_loss) == (2, runs.records(folder)[-1]["loss"])
+    assert result.peak_memory_bytes == read_json(folder / "manifest.json")["result"]["peak_memory_bytes"] > 0
+    assert _content(folder) == before
+    shutil.copytree(folder, root / "unfinished")
+    (root / "unfinished" / "adapter_model.safetensors").unlink()  # killed between the last step and the last save
+    monkeypatch.undo()
+    assert train(at(config, root / "unfinished"), resume=True).steps == 2
+    assert (root / "unfinished" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped_while_loading(
+    done: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    """U12: one line that says what was going on and what stands; the lock is gone."""
+
+    def load(*_: object) -> None:
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal did not arrive")
+
+    monkeypatch.setattr("frugal.run.train.load_model", load)
+    config = at(done[1], tmp_path / "run")
+    with pytest.raises(Interrupted, match=r"while loading the model: No step was done, nothing is saved\.$") as caught:
+        train(config)
+    assert caught.value.exit_code == code
+    assert not (tmp_path / "run" / "run.lock").exists()
+    assert read_json(tmp_path / "run" / "manifest.json")["status"] == "interrupted"
 
 
 def test_another_config_is_refused_with_the_differences(done: tuple[Path, dict[str, Any]]) -> None:

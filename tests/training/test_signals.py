@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from frugal.errors import Interrupted
-from frugal.training.signals import StopRequest
+from frugal.training.signals import StopAtOnce, StopRequest
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -62,3 +62,26 @@ def test_under_a_launcher_one_signal_may_come_twice(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(stop, "_first", stop._first - 10)
         with pytest.raises(Interrupted):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("number", "name", "code"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 143)])
+def test_outside_steps_one_leaves_at_once_and_cleanup_runs(number: signal.Signals, name: str, code: int) -> None:
+    """U12. Nothing that catches Exception (a proof, a library) can take the stop for a fault of its own."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    cleaned: list[int] = []
+
+    def load() -> None:
+        try:
+            os.kill(os.getpid(), number)
+        except Exception:
+            cleaned.append(-1)
+        finally:
+            os.kill(os.getpid(), number)  # again, while cleaning up
+            cleaned.append(1)
+
+    with pytest.raises(Interrupted, match=rf"^{name} while loading: nothing is saved$") as caught:  # noqa: SIM117
+        with StopAtOnce(lambda: "while loading: nothing is saved"):
+            load()
+    assert caught.value.exit_code == code
+    assert cleaned == [1]
+    assert {each: signal.getsignal(each) for each in before} == before
