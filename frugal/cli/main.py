@@ -35,7 +35,7 @@ from frugal.config import config_schema, dump_yaml, load_config
 from frugal.config.docs import config_page
 from frugal.config.shipped import copy_config, launch_configs, shipped_config, shipped_configs, summary
 from frugal.errors import ConfigError
-from frugal.files import run_folder, write_text
+from frugal.files import write_text
 
 app = group("Memory-frugal LoRA and QLoRA fine-tuning.")
 configs_app = group("The ready configurations that come with frugal.")
@@ -103,6 +103,7 @@ def preview(
     """Show what will be trained: rendered rows with trained tokens marked, counts and lengths."""
     loaded = load_config(config, overrides or ())
     with contextlib.nullcontext() if html is None else writing(html, "--html"):
+        imported("frugal.cli.early", "before_rows")(loaded)
         frugal.preview(loaded, html=html, rows=rows)
     if html is not None:
         print(f"wrote {html}")
@@ -131,7 +132,7 @@ def fetch(
 @app.command()
 @handled
 def chat(
-    run: RunPath,
+    run: Annotated[Path, typer.Argument(metavar="RUN|BASE", help="Folder of a run or adapter, or a base model.")],
     prompt: Annotated[str | None, typer.Option(help="Ask this once and leave; else a conversation starts.")] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 gives the same answer each time.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
@@ -139,9 +140,14 @@ def chat(
     allow_other_base: AllowOtherBase = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Talk to a trained model."""
-    run_folder(run)
-    loaded = frugal.load_run(run, base=base, allow_other_base=allow_other_base, trust_remote_code=trust_remote_code)
+    """Talk to a trained model, or to a base model without an adapter."""
+    if imported("frugal.cli.early", "is_base")(run):
+        if base is not None or allow_other_base:
+            raise ConfigError(f"--base and --allow-other-base are for a run, and {run} is a base: leave them out.")
+        print(f"{run} is a base model: it answers without an adapter, in NF4, as training starts from it.")
+        loaded = imported("frugal.inference.load", "load_bare")(str(run), trust_remote_code=trust_remote_code)
+    else:
+        loaded = frugal.load_run(run, base=base, allow_other_base=allow_other_base, trust_remote_code=trust_remote_code)
     frugal.chat(loaded, prompt=prompt, temperature=temperature, max_new_tokens=max_new_tokens, echo=True)
 
 
@@ -152,7 +158,7 @@ def evaluate(
     data: Annotated[str | None, typer.Option(metavar="PATH", help="Other rows than the run's evaluation rows.")] = None,
 ) -> None:
     """Loss and perplexity of a trained model."""
-    run_folder(run)
+    imported("frugal.cli.early", "refuse_base")(run, "no configuration says on which rows to measure it")
     result = frugal.evaluate(run, data=data)
     if isinstance(result, dict):
         for key, value in result.items():
@@ -181,7 +187,7 @@ def merge(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a 16-bit model with the adapter merged in."""
-    run_folder(run)
+    imported("frugal.cli.early", "refuse_base")(run, "there is no adapter to merge")
     report = frugal.merge(
         run,
         out,

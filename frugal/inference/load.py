@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoTokenizer
@@ -119,6 +119,26 @@ def load_run(
         model.eval()
     system = opened.config.data.system_prompt if opened.config is not None else None
     return LoadedRun(model, tokenizer, where, system, _generation(opened), warnings, _clock(opened))
+
+
+def load_bare(
+    base: str, *, quantize: Literal["nf4", "none"] = "nf4", device: str | None = None, trust_remote_code: bool = False
+) -> LoadedRun:
+    """A base model alone, without an adapter, to talk to: fetch name, folder or hub id."""
+    where = _device(device)
+    source = resolve_base(base, None, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    spec = ModelSpec(
+        source=source,
+        quantize=quantize,
+        dtype=resolve_dtype("auto", where).value,
+        device=where.torch_device,
+        vocab_size=rows_needed(tokenizer, source.config()),
+        attention=None,
+        fused=False,
+        split_head=False,
+    )
+    return LoadedRun(build(spec).model.eval(), tokenizer, where)
 
 
 def _device(asked: str | None) -> Device:

@@ -6,9 +6,6 @@ import contextlib
 import difflib
 import hashlib
 import re
-import socket
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +18,7 @@ from huggingface_hub import errors as hub
 from frugal.assets import CATALOGUE, fetch, is_known
 from frugal.errors import ConfigError, ModelError, UnsupportedError
 from frugal.files import inside, read_json
+from frugal.hub import reachable
 
 if TYPE_CHECKING:
     from frugal.tensor_files import StoredTensor
@@ -245,21 +243,6 @@ def _check_code(base: str, config: dict[str, Any], trust_remote_code: bool) -> N
         f"{model_type or 'it'}. Running it means trusting its authors with this machine: read the code, then write "
         "`model.trust_remote_code: true`."
     )
-
-
-def reachable() -> bool:
-    """Whether the hub answers. Asked once: a download would try six times for half a minute, printing each failure."""
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        urllib.request.urlopen(constants.ENDPOINT, timeout=10).close()
-    except urllib.error.HTTPError:
-        return True
-    except urllib.error.URLError as error:  # a certificate that only the hub library accepts: let it try
-        return not isinstance(error.reason, socket.gaierror | ConnectionError | TimeoutError)
-    except TimeoutError:
-        return False
-    return True
 
 
 def hub_configuration(base: str, revision: str | None) -> Path:

@@ -11,7 +11,8 @@ from huggingface_hub import errors as hub
 from frugal.assets import is_known
 from frugal.config import Config, load_config
 from frugal.errors import ModelError
-from frugal.models.resolve import may_be_hub_id, reachable
+from frugal.hub import reachable
+from frugal.models.resolve import may_be_hub_id
 from frugal.planning.architectures import architectures, known_name
 
 Source = Config | Mapping[str, object] | str | Path

@@ -270,7 +270,7 @@ def without_heavy_imports(words: list[str], cwd: Path) -> tuple[str, str]:
 def test_a_wrong_path_is_told_before_anything_heavy_is_imported(tmp_path: Path, command: list[str]) -> None:
     """U10, U11: what is there is said as it is, and torch is not imported for it."""
     (tmp_path / "base.yaml").write_text("a: 1")
-    for name, message in (("nothere", "does not exist"), ("base.yaml", "is a file")):
+    for name, message in (("nothere", "does not exist"), ("base.yaml", "is a YAML file, not a run")):
         code, said = without_heavy_imports([command[0], str(tmp_path / name), *command[1:]], tmp_path)
         assert code == "2"
         assert message in said

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from frugal.data.formats import FORMATS
 from frugal.data.formats.turns import ROLE_ALIASES
-from frugal.data.sources.read import SUFFIXES
+from frugal.data.sources.find import SUFFIXES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 

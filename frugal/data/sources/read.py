@@ -7,9 +7,7 @@ text file is one document. No Python from a data folder is ever run.
 
 from __future__ import annotations
 
-import difflib
 import gzip
-import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -21,12 +19,11 @@ from frugal.config import SourceSection
 from frugal.data.report import DataReport
 from frugal.data.rows import BadRow, RawRow, RowError
 from frugal.data.sources.encoding import decode, refuse_utf16
-from frugal.data.sources.read_columns import is_hub_id, read_hub, read_parquet, read_saved
+from frugal.data.sources.find import SUFFIXES, find, shown_name, suffix_of
+from frugal.data.sources.read_columns import read_hub, read_parquet, read_saved
 from frugal.data.sources.read_csv import read_csv
 from frugal.data.sources.read_json import read_json
 from frugal.errors import DataError
-
-SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md")
 
 
 def read_rows(source: SourceSection, report: DataReport) -> Iterator[RawRow | BadRow]:
@@ -36,10 +33,12 @@ def read_rows(source: SourceSection, report: DataReport) -> Iterator[RawRow | Ba
         DataError: the source does not exist, is of an unknown kind, or a file cannot be read at all.
     """
     path = source.path
-    local = _local(path)
-    if is_known(path) and not local.exists():
+    local = find(source)
+    if local is None and is_known(path):
         file = _catalogue_file(source)
         yield from read_file(file, f"{path}/{file.name}")
+    elif local is None:
+        yield from read_hub(path, source.name, source.split)
     elif local.is_dir() and is_datasets_folder(local):
         yield from read_saved(local, source.split, path)
     elif local.is_dir():
@@ -48,36 +47,8 @@ def read_rows(source: SourceSection, report: DataReport) -> Iterator[RawRow | Ba
             report.note(note)
         for file in files:
             yield from read_file(file, f"{path.rstrip('/')}/{shown_name(file.relative_to(local))}")
-    elif local.exists():
-        if source.split is not None or source.name is not None:
-            raise DataError(f"{path}: `split` and `name` belong to hub ids and folders; this is one file. Remove them.")
-        yield from read_file(local, path)
-    elif is_hub_id(path) and suffix_of(local) is None and not _in_folder_here(path):
-        yield from read_hub(path, source.name, source.split)
     else:
-        raise DataError(_missing(path, local))
-
-
-def _local(path: str) -> Path:
-    """The path, with `~` resolved; refuses what no file system can hold. Names on disk are UTF-8 in any locale."""
-    try:
-        os.fsencode(path)
-        native = path
-    except UnicodeEncodeError:  # LC_ALL=C: Python would write the name in ASCII
-        native = os.fsdecode(path.encode("utf-8", "surrogateescape"))
-    try:
-        local = Path(native).expanduser()
-        local.exists()
-    except (OSError, RuntimeError, ValueError) as error:
-        shown = path if len(path) < 80 else f"{path[:77]}..."
-        raise DataError(f"data path {shown!r} cannot be a path: {error.__class__.__name__}. Give a file.") from error
-    return local
-
-
-def suffix_of(path: PurePath) -> str | None:
-    """The supported suffix of a file name (`.jsonl` for `a.jsonl.gz`), or None."""
-    name = path.name.lower().removesuffix(".gz")
-    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+        yield from read_file(local, path)
 
 
 def read_file(path: Path, file: str) -> Iterator[RawRow | BadRow]:
@@ -149,23 +120,6 @@ def _catalogue_file(source: SourceSection) -> Path:
     return file
 
 
-def _in_folder_here(path: str) -> bool:
-    """Whether `data/trian` names a folder `data` that is here: then it is a mistyped path, not a hub id."""
-    return "/" in path and Path(path).parent.is_dir()
-
-
-def _missing(path: str, local: Path) -> str:
-    if "://" in path:
-        return f"{path}: addresses are not read. Download the file and give its path, or give a `datasets` hub id."
-    near: list[str] = []
-    if local.parent.is_dir():
-        names = sorted(shown_name(PurePath(entry.name)) for entry in local.parent.iterdir())
-        near = difflib.get_close_matches(shown_name(PurePath(local.name)), names, n=3)
-    hint = f" Near it: {', '.join(near)}." if near else ""
-    known = ", ".join(sorted(name for name, entry in CATALOGUE.items() if entry.kind == "data"))
-    return f"{path}: there is no such file or folder.{hint} `frugal fetch` knows the data sets: {known}."
-
-
 _SPLIT_WORDS = {
     "train": "train",
     "training": "train",
@@ -227,11 +181,6 @@ def choose_files(
             others = [shown_name(path) for path in supported if path not in chosen]
             notes.append(f"{shown}: only files of split train are read, left out: {_some(others)}")
     return [folder / path for path in chosen], notes
-
-
-def shown_name(path: PurePath) -> str:
-    """A path that the file system gave as text that can be printed: UTF-8 even where the locale is not."""
-    return os.fsencode(path.as_posix()).decode("utf-8", "replace")
 
 
 def _has_suffix(path: PurePath, suffixes: tuple[str, ...]) -> bool:

@@ -9,7 +9,6 @@ in a text column that holds JSON.
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pyarrow.parquet as pq
 from frugal.data.rows import BadRow, RawRow, RowError
 from frugal.data.sources.strict_json import loads
 from frugal.errors import DataError
+from frugal.hub import reachable
 
 _BATCH_ROWS = 1024
 _BATCH_ROWS_OF_BYTES = 16
@@ -132,14 +132,6 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-
-
-def is_hub_id(text: str) -> bool:
-    """Whether a text has the form of a hub id: `name` or `owner/name`."""
-    return _HUB_ID.fullmatch(text) is not None
-
-
 def read_hub(path: str, name: str | None, split: str | None) -> Iterator[RawRow | BadRow]:
     """Rows of a hub data set's split (`train` when none is given); the line is the row's number, from 1.
 
@@ -147,6 +139,12 @@ def read_hub(path: str, name: str | None, split: str | None) -> Iterator[RawRow 
         DataError: not found, no network, or an unknown configuration or split.
     """
     datasets = importlib.import_module("datasets")
+    kept = Path(datasets.config.HF_DATASETS_CACHE) / path.replace("/", "___")
+    if not kept.is_dir() and not reachable():
+        raise DataError(
+            f"{path}: no such file or folder here, and the hub cannot be reached to look for a data set of this name. "
+            "Correct the path, or download the data set where there is a network and give its folder."
+        )
     try:
         loaded = datasets.load_dataset(path, name=name, split=split or "train")
     # The library and what it calls raise dozens of classes for "not there" and "no network"; all are the user's to fix.
