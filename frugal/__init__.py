@@ -20,6 +20,7 @@ _PUBLIC = {
     "chat": "frugal.inference.chat",
     "load_run": "frugal.inference.load",
     "merge": "frugal.exports.registry",
+    "export": "frugal.exports.registry",
     "fetch": "frugal.assets",
     "FrugalError": "frugal.errors",
     "ConfigError": "frugal.errors",

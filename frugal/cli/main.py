@@ -21,10 +21,12 @@ from frugal.cli.options import (
     OVERRIDES,
     AllowOtherBase,
     Base,
+    BaseWeights,
     ConfigPath,
     Overrides,
     RunPath,
     TrustRemoteCode,
+    format_options,
     group,
     handled,
     imported,
@@ -170,14 +172,7 @@ def evaluate(
 def merge(
     run: RunPath,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the merged model; must not exist or be empty.")],
-    base_weights: Annotated[
-        Literal["dequantized", "original"] | None,
-        typer.Option(
-            help="Add the adapter to the weights it was trained over (the default when they were quantised), "
-            "or to the original ones.",
-            show_default=False,
-        ),
-    ] = None,
+    base_weights: BaseWeights = None,
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
         typer.Option(help="Of the merged weights. Default: that of the base.", show_default=False),
@@ -196,6 +191,43 @@ def merge(
         base=base,
         allow_other_base=allow_other_base,
         trust_remote_code=trust_remote_code,
+    )
+    print("\n".join(report.lines()))
+
+
+@app.command()
+@handled
+def export(
+    run: RunPath,
+    to: Annotated[Literal["merged", "gguf", "lora-gguf", "adapter"], typer.Option(help="Format.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the result; must not exist or be empty.")],
+    type: Annotated[
+        str | None,
+        typer.Option(
+            metavar="f32|f16|bf16|q8_0",
+            help="Of the weights. Default: f16 in GGUF, that of the base in a merged model.",
+            show_default=False,
+        ),
+    ] = None,
+    base_weights: BaseWeights = None,
+    no_proof: Annotated[
+        bool, typer.Option("--no-proof", help="Do not read a GGUF file back and compare it with the trained model.")
+    ] = False,
+    base: Base = None,
+    allow_other_base: AllowOtherBase = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Write a trained model as a merged model, a GGUF file (whole or adapter alone), or an adapter."""
+    run_folder(run)
+    options = format_options(to, type, base_weights, proof=not no_proof)
+    report = imported("frugal.exports.registry", "export")(
+        run,
+        out,
+        to,
+        base=base,
+        allow_other_base=allow_other_base,
+        trust_remote_code=trust_remote_code,
+        **options,
     )
     print("\n".join(report.lines()))
 

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import typer
 
@@ -45,6 +45,14 @@ Overrides = Annotated[
 Base = Annotated[str | None, typer.Option(help="The base model, when it lies elsewhere than the run noted.")]
 AllowOtherBase = Annotated[bool, typer.Option("--allow-other-base", help="Use a base whose weights are not the run's.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the base.")]
+BaseWeights = Annotated[
+    Literal["dequantized", "original"] | None,
+    typer.Option(
+        help="Add the adapter to the weights it was trained over (the default when they were quantised), "
+        "or to the original ones.",
+        show_default=False,
+    ),
+]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, or one of its checkpoints.")]
 
 
@@ -66,6 +74,23 @@ def handled(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(0) from None
 
     return run
+
+
+def format_options(to: str, kind: str | None, weights: str | None, *, proof: bool) -> dict[str, Any]:
+    """Options of an export format from those of the command line; raises ConfigError for one that it does not have."""
+    dtypes = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+    if to == "merged":
+        if kind is not None and kind.lower() not in dtypes:
+            raise ConfigError(f"--type {kind}: a merged model is {', '.join(dtypes)}. Other types need --to gguf.")
+        return {"weights": weights, "dtype": None if kind is None else dtypes[kind.lower()]}
+    if weights is not None and to != "gguf":
+        raise ConfigError(f"--base-weights is for --to merged and gguf; --to {to} writes no base weights.")
+    if to == "adapter":
+        if kind is not None:
+            raise ConfigError("--type: an adapter is written as it was trained; leave it out.")
+        return {}
+    options: dict[str, Any] = {"proof": proof, **({} if kind is None else {"type": kind})}
+    return {**options, "weights": weights} if to == "gguf" else options
 
 
 def takes_file(path: Path, option: str) -> None:

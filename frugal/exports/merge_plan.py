@@ -146,7 +146,7 @@ def plan_merge(base: Path, adapter: Path, *, quantized: bool, trust_remote_code:
     fit = fit_adapter(base, adapter, trust_remote_code=trust_remote_code)
     names = {target: key for key, target in fit.keys.targets.items()}
     linears = fit.linears if quantized else set()
-    weights = _weights(fit.stored, names, _updates(fit.peft_model, fit.tensors), fit.shapes, linears)
+    weights = _weights(fit.stored, names, adapter_parts(fit.peft_model, fit.tensors), fit.shapes, linears)
     tied, note = _tie(weights, names, fit.embedding, fit.head, fit.tied)
     adapted = sum(plan.touched for plan in weights.values())
     return MergePlan(
@@ -218,7 +218,7 @@ def _check_keys(
         raise CheckpointError("\n".join(lines))
 
 
-def _updates(peft_model: nn.Module, tensors: dict[str, StoredTensor]) -> dict[str, dict[str, Any]]:
+def adapter_parts(peft_model: nn.Module, tensors: dict[str, StoredTensor]) -> dict[str, dict[str, Any]]:
     """Parameter name in the base -> fields of its WeightPlan."""
     parts: dict[str, dict[str, Any]] = {}
     for full_name, module in peft_model.named_modules():

@@ -11,6 +11,7 @@ from frugal.checkpoints.run_folder import check_depth, open_run, other_base
 from frugal.errors import CheckpointError, ConfigError
 from frugal.exports.adapter import write_adapter
 from frugal.exports.base import Export, Report, check_empty
+from frugal.exports.gguf_formats import GgufOptions, LoraGgufOptions, write_gguf, write_lora_gguf
 from frugal.exports.merged import MergeOptions, MergeReport, Weights, write_merged
 
 
@@ -31,6 +32,8 @@ FORMATS: dict[str, Format] = {
     for row in (
         Format("adapter", "PEFT's two files with tokenizer, template, stop ids and card", write_adapter),
         Format("merged", "a 16-bit model for stock transformers", write_merged, MergeOptions),
+        Format("gguf", "the merged model in one file for llama.cpp, proven", write_gguf, GgufOptions),
+        Format("lora-gguf", "the adapter alone for llama.cpp, proven", write_lora_gguf, LoraGgufOptions),
     )
 }
 

@@ -266,7 +266,9 @@ def without_heavy_imports(words: list[str], cwd: Path) -> tuple[str, str]:
     return exit_code, "\n".join(said)
 
 
-@pytest.mark.parametrize("command", [["chat"], ["eval"], ["merge", "--out", "x"]])
+@pytest.mark.parametrize(
+    "command", [["chat"], ["eval"], ["merge", "--out", "x"], ["export", "--to", "gguf", "--out", "x"]]
+)
 def test_a_wrong_path_is_told_before_anything_heavy_is_imported(tmp_path: Path, command: list[str]) -> None:
     """U10, U11: what is there is said as it is, and torch is not imported for it."""
     (tmp_path / "base.yaml").write_text("a: 1")
