@@ -218,7 +218,7 @@ def export(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a trained model as a merged model, a GGUF file (whole or adapter alone), or an adapter."""
-    run_folder(run)
+    imported("frugal.cli.early", "refuse_base")(run, "there is no adapter to export")
     options = format_options(to, type, base_weights, proof=not no_proof)
     report = imported("frugal.exports.registry", "export")(
         run,
