@@ -27,6 +27,7 @@ from frugal.models.tokenizer import zero_embedding_rows
 from frugal.objectives import LossModule, make_objective
 from frugal.ops.registry import recording
 from frugal.run.events import RunEvents
+from frugal.run.library_log import FILE_NAME, LibraryLog
 from frugal.run.memory import limit_allocator, start_fallback, warm_up
 from frugal.run.samples import Samples, asked_otherwise
 from frugal.run.setup import open_machine, resolve
@@ -84,9 +85,10 @@ def train(config: Source, *, resume: bool | str | Path | None = None) -> TrainRe
 def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
     run_dir, asked, settings = Path(config.output.dir), config.model_dump(mode="json"), config.train
     check_trackers(list(settings.report_to))
-    machine = open_machine(config)
-    accelerator, device, first = machine.accelerator, machine.device, group.rank() == 0
     with ExitStack() as cleanup:
+        libraries = cleanup.enter_context(LibraryLog())
+        machine = open_machine(config)
+        accelerator, device, first = machine.accelerator, machine.device, group.rank() == 0
         events = cleanup.enter_context(RunEvents(run_dir, config, first=first))
         cleanup.enter_context(StopAtOnce(events.interrupted))
         events.say(*machine.notes)
@@ -119,6 +121,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         cleanup.callback(strategy.close)
         fingerprint = base_fingerprint(base.path) if first else None
         events.resolved(machine, setup, base_fingerprint=fingerprint)
+        libraries.write_to(run_dir / (FILE_NAME if first else f"{group.rank()}.{FILE_NAME}"))
         events.warn(*setup.warnings)
         limit_allocator(config, device)
         events.start_trackers(accelerator)
