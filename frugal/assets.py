@@ -49,6 +49,8 @@ class CatalogueEntry:
     summary: str
     weights: str = ""
     """How a model's weights came about: shown wherever its name is."""
+    hub_id: str = ""
+    """The original on the hub: what an adapter names as its base, so that others can load it."""
 
     @property
     def folder_name(self) -> str:
@@ -70,6 +72,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
             licence="Apache-2.0",
             summary="SmolLM2-135M-Instruct, weights dequantised from Q4_1 (not the hub's): for trying things",
             weights="weights dequantised from Q4_1",
+            hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         ),
         CatalogueEntry(
             name="chatterbot-corpus",

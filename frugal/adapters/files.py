@@ -24,6 +24,7 @@ from frugal.adapters.apply import (
 from frugal.adapters.conversion import layers_as_modules, layers_as_parameters
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
 from frugal.files import atomic_path, read_json, write_json
+from frugal.hub import public_base
 from frugal.tensor_files import read_all, read_metadata, write_tensors
 
 log = logging.getLogger("frugal.adapters")
@@ -59,6 +60,8 @@ def save_adapter(
     if empty or not whole:
         raise CheckpointError(f"The adapter has empty tensors and was not saved: {', '.join(empty[:5]) or 'all'}.")
     config = _config_dict(model.peft_config[name])
+    if config.get("base_model_name_or_path"):  # in memory it is the folder, which loads without a network
+        config["base_model_name_or_path"] = public_base(config["base_model_name_or_path"])
     layers_as_parameters(model, model.peft_config[name], config)
     if plain and config["init_lora_weights"] == "pissa":
         whole = _plain_lora(model, whole, config)

@@ -11,9 +11,11 @@ from typing import Any
 from safetensors import safe_open
 
 from frugal.adapters.files import FINGERPRINT, WEIGHTS
+from frugal.assets import CATALOGUE, cache_folder, is_complete
 from frugal.config import Config, load_config
-from frugal.errors import CheckpointError
+from frugal.errors import CheckpointError, ConfigError, ModelError
 from frugal.files import read_json, run_folder
+from frugal.hub import fetched_as
 from frugal.manifest import FILE_NAME, Manifest
 from frugal.models.resolve import ResolvedModel, base_fingerprint, resolve_base
 
@@ -59,12 +61,28 @@ class RunFolder:
         if base is not None:
             return resolve_base(str(base), None, trust_remote_code=trust_remote_code)
         if self.config is not None:
-            model = self.config.model
-            return resolve_base(model.base, model.revision, trust_remote_code=trust_remote_code)
-        name = self.adapter_config.get("base_model_name_or_path")
+            name, revision = self.config.model.base, self.config.model.revision
+        else:
+            name, revision = self.adapter_config.get("base_model_name_or_path"), self.adapter_config.get("revision")
         if not name:
             raise CheckpointError(f"{self.adapter / ADAPTER_CONFIG} names no base model. Give it with --base.")
-        return resolve_base(str(name), self.adapter_config.get("revision"), trust_remote_code=trust_remote_code)
+        try:
+            return self._fetched(str(name)) or resolve_base(str(name), revision, trust_remote_code=trust_remote_code)
+        except (ModelError, ConfigError) as error:
+            where = "a folder of the machine it was trained on" if Path(str(name)).is_absolute() else "as it is named"
+            raise ModelError(
+                f"{self.root} was trained over {name} ({where}), which cannot be had here: {error} "
+                "Give the base's folder or hub id with --base (`base=` in Python)."
+            ) from error
+
+    def _fetched(self, name: str) -> ResolvedModel | None:
+        """What `frugal fetch` has here of the original that an adapter names, when its weights are the trained ones."""
+        fetched = fetched_as(name)
+        stored = self.manifest.get("base", {}).get("fingerprint") or _fingerprint_in(self.adapter)
+        if fetched is None or not stored or not is_complete(cache_folder() / CATALOGUE[fetched].folder_name):
+            return None
+        found = resolve_base(fetched, None)
+        return found if base_fingerprint(found.path) == stored else None
 
 
 def open_run(path: str | Path) -> RunFolder:

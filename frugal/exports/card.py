@@ -12,6 +12,7 @@ from frugal.assets import is_known, weights_note
 from frugal.checkpoints.run_folder import RunFolder
 from frugal.config import Config
 from frugal.files import read_json
+from frugal.hub import public_base
 from frugal.models.resolve import ResolvedModel
 
 
@@ -34,9 +35,10 @@ def adapter_card(
     """
     name = Path(config.output.dir).name or "adapter"
     base = _public_name(config.model.base)
+    hub_id = _public_name(public_base(config.model.base if base_folder is None else str(base_folder)))
     method = "QLoRA (NF4)" if config.model.quantize == "nf4" else "LoRA"
     lines = [
-        _front_matter(base, base_folder, library="peft", tags=["frugal", "lora"]),
+        _front_matter(hub_id, base_folder, library="peft", tags=["frugal", "lora"]),
         f"# {name}",
         "",
         f"A {method} adapter for `{base}`{weights_note(config.model.base)}, trained with frugal.",
@@ -102,7 +104,9 @@ def merged_card(run: RunFolder, source: ResolvedModel, report: Sequence[str]) ->
     """README.md of a merged model: what it came from and what the merge measured."""
     base = _public_name(source.name)
     lines = [
-        _front_matter(base, source.path, library="transformers", tags=["frugal", "merged"]),
+        _front_matter(
+            _public_name(public_base(str(source.path))), source.path, library="transformers", tags=["frugal", "merged"]
+        ),
         f"# {base}, fine-tuned and merged",
         "",
         f"`{base}`{weights_note(source.name)} with the adapter of the frugal run `{run.root.name}` merged in.",
