@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from frugal.config import LoraSection
 from frugal.errors import ConfigError
-from frugal.model_structure import inside, router_names, stacked_experts, unreached_by_text
+from frugal.model_structure import inside, is_tied, router_names, stacked_experts, table_names, unreached_by_text
 
 _PLAIN_NAME = re.compile(r"[\w.]+")
 
@@ -84,6 +84,8 @@ def resolve_targets(model: PreTrainedModel, lora: LoraSection) -> Targets:
     adapted = [name for name in names if any(name in row.layers for row in rows) and name not in saved]
     if not adapted:
         raise ConfigError("lora.target_modules: every layer named is in lora.modules_to_save, none is left to adapt.")
+    if lora.use_dora:
+        _refuse_dora(model, adapted)
     rank_rows, ranks = _patterns("rank_pattern", lora.rank_pattern, adapted)
     alpha_rows, alphas = _patterns("alpha_pattern", lora.alpha_pattern, adapted)
     layers = {}
@@ -92,6 +94,34 @@ def resolve_targets(model: PreTrainedModel, lora: LoraSection) -> Targets:
         layers[name] = Scale(r, alpha, alpha / (r**0.5 if lora.use_rslora else r))
     short = _shortest(adapted, names)
     return Targets(short, sorted(saved), [*rows, *rank_rows, *alpha_rows, *saved_rows], layers)
+
+
+def tied_too(model: PreTrainedModel, lora: LoraSection) -> str | None:
+    """A sentence where `lora.modules_to_save` names one half of a tied table, since the other half trains with it."""
+    tables = table_names(model)
+    saved = {name for entry in lora.modules_to_save for name in _by_tail_of(model, entry).layers}
+    named, unnamed = [name for name in tables if name in saved], [name for name in tables if name not in saved]
+    if not is_tied(model) or not named or not unnamed:
+        return None
+    rows, width = model.get_input_embeddings().weight.shape
+    return (
+        f"lora.modules_to_save: {named[0]} is tied to {unnamed[0]}: they are one table of {rows:,} x {width:,} values, "
+        f"so {unnamed[0]} is trained and saved too. Leave {named[0]} out to train neither."
+    )
+
+
+def _by_tail_of(model: PreTrainedModel, entry: str) -> PatternRow:
+    return _by_tail("modules_to_save", entry, {name: module for name, module in model.named_modules() if name})
+
+
+def _refuse_dora(model: PreTrainedModel, adapted: list[str]) -> None:
+    """DoRA on an embedding would be trained, and then nothing could merge it."""
+    tables = [name for name in adapted if isinstance(model.get_submodule(name), nn.Embedding)]
+    if tables:
+        raise ConfigError(
+            f"lora.use_dora: {tables[0]} is an embedding, and DoRA on an embedding cannot be merged. Leave it out of "
+            "lora.target_modules, train it whole (lora.modules_to_save), or write `lora.use_dora: false`."
+        )
 
 
 def _reached(model: PreTrainedModel, rows: list[PatternRow]) -> list[PatternRow]:

@@ -120,6 +120,15 @@ def starting_point(
     with its hashes, unless ``hashes`` is false.
     """
     run_dir = Path(run_dir)
+    try:
+        run_dir.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # a new folder, or one that the lock cannot make
+    except (OSError, ValueError) as error:  # too long, not to be entered
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"output.dir {str(run_dir)[:120]!r} cannot be a folder: {reason}. Name another."
+        ) from error
     if run_dir.exists() and not run_dir.is_dir():
         raise CheckpointError(f"output.dir {run_dir} is a file. Set output.dir to a folder.")
     if resume is None or resume is False:

@@ -28,7 +28,10 @@ _BOOL_WORDS = {"yes": "true", "on": "true", "1": "true", "y": "true", "no": "fal
 
 
 def _text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(text, str) and "\0" in text:  # no file has it in its name, and C code takes it for the end
+        raise ValueError("must not hold the character NUL", "write the text without \\0")
+    return text
 
 
 def _flag(value: Any) -> Any:

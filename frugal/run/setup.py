@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from frugal.adapters.targets import tied_too
 from frugal.config import Config
 from frugal.data import PreparedData
 from frugal.decision import Decision
@@ -122,6 +123,8 @@ def resolve(
     if limit is not None:
         found_long = [limit.check(part.document_lengths, name) for name, part in data.parts.items()]
         warnings = [warning for warning in found_long if warning]
+    if (tied := tied_too(skeleton, config.lora)) is not None:
+        warnings.append(tied)
     if config.data.packing:
         join_rows(skeleton, "", packing=True)  # raises before a weight is read
     added = new_token_ids(tokenizer, config.model.add_tokens)

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from frugal.adapters import Applied, apply_adapters
+from frugal.adapters.targets import resolve_targets, tied_too
 from frugal.config import LoraSection
 from frugal.errors import ConfigError
 from frugal.models.load import load_base
 from frugal.models.resolve import resolve_base
+from frugal.models.skeleton import build_meta
+from tests.support.tiny_models import tiny_config
 
 
 def apply(folder: Path, **settings: Any) -> Applied:
@@ -84,3 +87,30 @@ def test_one_text(tiny_llama_folder: Path) -> None:
     assert len(apply(tiny_llama_folder, target_modules=r".*layers\.0.*(q|v)_proj").layers) == 2
     with pytest.raises(ConfigError, match="matches no layer"):
         apply(tiny_llama_folder, target_modules=r"layers\.9.*")
+
+
+@pytest.mark.parametrize(
+    ("saved", "tied", "said"),
+    [
+        (["lm_head"], True, "lm_head is tied to model.embed_tokens: they are one table of 131 x 48 values"),
+        (["embed_tokens"], True, "embed_tokens is tied to lm_head"),
+        (["lm_head", "embed_tokens"], True, None),
+        (["lm_head"], False, None),
+        ([], True, None),
+    ],
+)
+def test_the_other_half_of_a_tied_table_is_said(saved: list[str], tied: bool, said: str | None) -> None:
+    """U21: from the model without memory, before training."""
+    model = build_meta(tiny_config("llama", tie_word_embeddings=tied), trust_remote_code=False)
+    found = tied_too(model, LoraSection(modules_to_save=saved))
+    assert found is None if said is None else said in str(found)
+
+
+@pytest.mark.parametrize("targets", [["embed_tokens", "q_proj"], r".*(embed_tokens|q_proj)"])
+def test_dora_on_an_embedding_is_refused_before_training(targets: list[str] | str) -> None:
+    """U21: it was trained, and refused at the merge."""
+    model = build_meta(tiny_config("llama"), trust_remote_code=False)
+    with pytest.raises(ConfigError, match=r"lora.use_dora: model.embed_tokens is an embedding"):
+        resolve_targets(model, LoraSection(target_modules=targets, use_dora=True))
+    resolve_targets(model, LoraSection(target_modules=targets))
+    resolve_targets(model, LoraSection(use_dora=True, modules_to_save=["embed_tokens"]))

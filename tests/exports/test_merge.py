@@ -61,6 +61,18 @@ def test_merged_equals_base_and_adapter(kind: str, tied: bool, make_tiny_llama: 
     assert ("lm_head.weight" in keys_of(tmp_path / "out")) is not config["tie_word_embeddings"]
 
 
+def test_a_tied_table_that_was_trained_whole_stays_tied(make_tiny_llama: Make, tmp_path: Path) -> None:
+    """U21: PEFT saves it under both names; the merge compared the names and said that they differ."""
+    base = make_tiny_llama(tie_word_embeddings=True)
+    model = make_run(tmp_path / "run", base, modules_to_save=["lm_head"], ensure_weight_tying=True)
+    tables = [name for name in load_file(tmp_path / "run" / "adapter_model.safetensors") if "lora" not in name]
+    assert len(tables) == 2
+    report = merge(tmp_path / "run", tmp_path / "out")
+    assert report.tied == "head stays tied to the embedding"
+    assert "lm_head.weight" not in keys_of(tmp_path / "out")
+    torch.testing.assert_close(logits_here(tmp_path / "out"), logits_of(model), rtol=1e-4, atol=2e-5)
+
+
 def test_a_new_process_gives_the_same_logits(tiny_llama_folder: Path, tmp_path: Path) -> None:
     model = make_run(tmp_path / "run", tiny_llama_folder)
     merge(tmp_path / "run", tmp_path / "out", max_shard_bytes=100_000)

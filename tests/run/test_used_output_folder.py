@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from frugal.checkpoints.lock import RunLock
-from frugal.errors import CheckpointError, DataError, Interrupted
+from frugal.checkpoints.resume import starting_point
+from frugal.config import load_config
+from frugal.errors import CheckpointError, ConfigError, DataError, Interrupted
 from frugal.files import read_json
 from frugal.run.train import train
 from tests.support import runs
@@ -158,3 +160,12 @@ def _content(folder: Path) -> dict[str, tuple[int, int]]:
         for path in folder.rglob("*")
         if path.is_file()
     }
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
+def test_a_name_that_no_folder_can_have(tmp_path: Path, name: str) -> None:
+    """U21: NUL, and what is too long, in output.dir."""
+    with pytest.raises(CheckpointError, match=r"output\.dir .* cannot be a folder: "):
+        starting_point(tmp_path / name, {}, None)
+    with pytest.raises(ConfigError, match="must not hold the character NUL"):
+        load_config({"model": {"base": "b"}, "data": {"train": "r"}, "output": {"dir": "a\0b"}})
