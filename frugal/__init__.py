@@ -21,6 +21,7 @@ _PUBLIC = {
     "load_run": "frugal.inference.load",
     "merge": "frugal.exports.registry",
     "export": "frugal.exports.registry",
+    "verify": "frugal.run.verify",
     "fetch": "frugal.assets",
     "FrugalError": "frugal.errors",
     "ConfigError": "frugal.errors",

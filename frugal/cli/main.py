@@ -234,6 +234,26 @@ def export(
 
 @app.command()
 @handled
+def verify(
+    what: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="YAML file, or folder of a run or an adapter.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    base: Base = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Check your own model, rows and run against stock transformers and PEFT."""
+    if not what.exists():
+        raise ConfigError(f"{what} does not exist. Give a configuration, or the folder of a run or an adapter.")
+    found = imported("frugal.run.verify", "verify")(what, base=base, trust_remote_code=trust_remote_code)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2, ensure_ascii=False))
+    else:
+        imported("frugal.run.verify", "show")(found, imported("frugal.console", "safe_console")())
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+@handled
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:

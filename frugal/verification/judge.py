@@ -42,6 +42,10 @@ class Check:
     """"run on this GPU" or "run on this CPU"."""
     message: str = ""
     """What it raised."""
+    tolerance: float | None = None
+    """The error allowed, where it is one number: what was measured is ``error`` times it."""
+    advice: str = ""
+    """What to do when it is wrong."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -122,6 +126,8 @@ class Subject:
     dtype: torch.dtype
     has: frozenset[Need] = frozenset()
     """What there is besides this machine."""
+    work: Any = None
+    """The model, rows or run (`model_checks.Work`)."""
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def random(self, *shape: int) -> Tensor:
@@ -143,3 +149,5 @@ class Measurement:
     what: str
     error: Callable[[], float]
     """The largest error as a part of what is allowed; right up to 1."""
+    tolerance: float | None = None
+    advice: str = ""
