@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -60,6 +61,41 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read a UTF-8 JSON file."""
     return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+_UNDEFINED_IN_1252 = frozenset((0x81, 0x8D, 0x8F, 0x90, 0x9D))
+
+
+def wide_encoding(head: bytes) -> str | None:
+    """UTF-16 or UTF-32 when a file begins as they do, with or without a byte order mark."""
+    if head[:4] in (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff"):
+        return "UTF-32"
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "UTF-16"
+    if len(head) > 3 and not any(head[1:64:2]) and all(head[:64:2]):
+        return "UTF-16LE"
+    if len(head) > 3 and not any(head[:64:2]) and all(head[1:64:2]):
+        return "UTF-16BE"
+    return None
+
+
+def about_encoding(error: UnicodeDecodeError, file: str, offset: int = 0) -> str:
+    """Which byte is not UTF-8, the probable encoding of the text, and the command that converts the file.
+
+    ``offset``: where the text that was read begins in the file.
+    """
+    data = error.object
+    place = error.start - data.rfind(b"\n", 0, error.start)
+    likely = "ISO-8859-1" if {byte for byte in data if byte >= 0x80} & _UNDEFINED_IN_1252 else "WINDOWS-1252"
+    return (
+        f"byte 0x{data[error.start]:02x}, byte {place} of the line, offset {offset + error.start:,} of the file; "
+        f"probably {likely}. {convert(file, likely)}"
+    )
+
+
+def convert(file: str, encoding: str) -> str:
+    """The sentence with the command that makes a file UTF-8."""
+    return f"Save it as UTF-8, for example: iconv -f {encoding} -t UTF-8 {shlex.quote(file)} > converted"
 
 
 def inside(folder: Path, name: object, *, named_in: str) -> Path:

@@ -83,8 +83,19 @@ def read_sources(value: Any) -> Any:
     return [{"path": item} if isinstance(item, (str, os.PathLike)) else item for item in value]
 
 
+def read_trackers(value: Any) -> Any:
+    """Names of trackers; `none`, as transformers has it, is told its word here."""
+    words = value if isinstance(value, list) else [value]
+    if any(isinstance(word, str) and word.lower() == "none" for word in words):
+        raise ValueError("must be a list of trackers", "write [] for none")
+    return _list(value)
+
+
 def _targets(value: Any) -> Any:
     """`all-linear`, one name (made a list of one), a regular expression, or a list of names."""
+    words = value if isinstance(value, list) else [value]
+    if any(word in ("all", "ALL", "all_linear") or word == "all-linear" != value for word in words):
+        raise ValueError("must be all-linear, a list of module names, or a regular expression", "write all-linear")
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",")]
         if all(_MODULE_NAME.fullmatch(part) for part in parts) and value != "all-linear":

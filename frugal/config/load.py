@@ -20,6 +20,7 @@ from frugal.config.schema import Config, SourceSection, sections
 from frugal.config.unknown_keys import THE_KEYS, explain_unknown, leaves
 from frugal.config.yaml import NULL, Document, Fault, Path, YamlError, dump, parse
 from frugal.errors import ConfigError
+from frugal.files import about_encoding, convert, wide_encoding
 
 _SOURCES = (("data", "train"), ("data", "eval"))
 _PATTERNS = (["lora", "rank_pattern"], ["lora", "alpha_pattern"])  # below these, dots are part of the name
@@ -66,13 +67,20 @@ def dump_yaml(config: Config, comments: Mapping[str, str] | None = None) -> str:
 def read_file(path: pathlib.Path) -> Document:
     """Read the tree of a YAML file with its lines; ConfigError when there is no such tree."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        data = path.read_bytes()
+        if (wide := wide_encoding(data[:64])) is not None:
+            raise ConfigError(
+                f"{path}: not UTF-8 text but {wide} (seen from its first bytes, offset 0). {convert(str(path), wide)}"
+            )
+        text = data.decode("utf-8").removeprefix("\ufeff")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file. `frugal configs list` shows ready ones{_nearby(path)}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: a folder, not a YAML file{_inside(path)}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x})") from None
+        line = error.object.count(b"\n", 0, error.start) + 1
+        about = about_encoding(error, str(path))
+        raise ConfigError(f"{path}: line {line}: not UTF-8 text ({about})") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeEncodeError as error:

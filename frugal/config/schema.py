@@ -19,6 +19,7 @@ from frugal.config.fields import (
     Whole,
     one_or_more,
     read_sources,
+    read_trackers,
 )
 from frugal.units import parse_size
 
@@ -177,7 +178,7 @@ class TrainSection(Section):
     """Evaluate every so many steps. Unset: at the end of each epoch when there are evaluation rows."""
     logging_steps: Whole = Field(default=1, ge=1)
     """Log every so many steps."""
-    report_to: Annotated[list[Tracker], one_or_more(Tracker)] = Field(default_factory=list)
+    report_to: Annotated[list[Tracker], one_or_more(Tracker, read_trackers)] = Field(default_factory=list)
     """Trackers, through accelerate."""
     seed: Whole = Field(default=42, ge=0)
     """Seed of adapter initialisation, dropout and row order."""

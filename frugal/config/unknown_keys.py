@@ -16,11 +16,11 @@ THE_KEYS = "; its keys are "
 
 
 @functools.cache
-def foreign_keys() -> tuple[dict[str, str], dict[str, str]]:
-    """Read foreign_keys.yaml: another tool's key -> the key here, and another tool's key -> what to do instead."""
+def foreign_keys() -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """Read foreign_keys.yaml: another tool's key -> the key here, -> what to do instead, -> what else differs."""
     data = yaml.safe_load(files("frugal.config").joinpath("foreign_keys.yaml").read_text(encoding="utf-8"))
-    renamed, instead = ({name: ours for ours, names in data[part].items() for name in names} for part in data)
-    return renamed, instead
+    renamed, instead, differs = ({name: ours for ours, names in data[part].items() for name in names} for part in data)
+    return renamed, instead, differs
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def explain_unknown(section_path: str, key: str, model: type[BaseModel]) -> str:
     known = list(model.model_fields)
     word = key.replace("-", "_").strip().lower()
     places = leaves()
-    renamed, instead = foreign_keys()
+    renamed, instead, differs = foreign_keys()
     if word in known:
         return f"{where}; write {word}"
     if word in Config.model_fields:
@@ -52,7 +52,7 @@ def explain_unknown(section_path: str, key: str, model: type[BaseModel]) -> str:
     if word in places:
         return f"{where}; it belongs in {_belongs(places[word])}"
     if word in renamed:
-        return f"{where}; here it is called {renamed[word]}"
+        return f"{where}; here it is called {renamed[word]}" + (f" ({differs[word]})" if word in differs else "")
     if word in instead:
         return f"{where}; {instead[word]}"
     near_here = difflib.get_close_matches(word, known, n=1, cutoff=0.7)

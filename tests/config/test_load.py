@@ -194,12 +194,18 @@ def test_missing_keys_say_what_they_are() -> None:
             b"just text\n",
             "line 1: expected sections (model, lora, data, train, memory, distributed, output), got 'just text'",
         ),
-        (b"model: {base: \xff}\n", "not UTF-8 text (byte 14 is 0xff)"),
+        (
+            b"model:\n  base: \xe4\n",
+            "line 2: not UTF-8 text (byte 0xe4, byte 9 of the line, offset 15 of the file; probably WINDOWS-1252. "
+            "Save it as UTF-8, for example: iconv -f WINDOWS-1252 -t UTF-8 ",
+        ),
         (
             b"model: smollm2\ndata: rows.jsonl\n",
             "model: must be a section with keys (base, revision, quantize, ...) below it, got 'smollm2'",
         ),
-        ("model: {base: 模型}\n".encode("utf-16"), "not UTF-8"),
+        ("model: {base: 模型}\n".encode("utf-16"), "not UTF-8 text but UTF-16 (seen from its first bytes, offset 0)"),
+        ("model: {base: m}\n".encode("utf-16-le"), "not UTF-8 text but UTF-16LE"),
+        ("model: {base: m}\n".encode("utf-16-be"), "iconv -f UTF-16BE -t UTF-8 "),
     ],
 )
 def test_files_that_are_no_config(tmp_path: pathlib.Path, content: bytes, message: str) -> None:

@@ -127,3 +127,27 @@ def test_keys_of_other_tools_name_their_counterpart(tmp_path: pathlib.Path, key:
     message = refused(tmp_path, BASE + f"{key}: 1\n")
     assert f"line 4: {key}: unknown key at the top level" in message
     assert counterpart in message
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("stage: dpo", "supervised fine-tuning (sft). Do not drop dpo, kto, rm or ppo"),
+        ("lora_rank: 8", "here it is called lora.r (lora.lora_alpha stays at its default of 32 unless you set it"),
+        ("finetuning_type: lora", "plain `lora` of other tools (16-bit weights) is model.quantize: none"),
+        ("lora_target: all", "lora.target_modules (all of LLaMA-Factory is all-linear here)"),
+        ("quantization_bit: 8", "8-bit storage is not built"),
+        ("train: {report_to: none}", "train.report_to: must be a list of trackers, got 'none': write [] for none"),
+        ("train: {report_to: [none]}", "write [] for none"),
+        ("lora: {target_modules: all}", "got 'all': write all-linear"),
+        ("lora: {target_modules: [all-linear]}", "write all-linear"),
+    ],
+)
+def test_keys_whose_meaning_differs_say_how(tmp_path: pathlib.Path, line: str, said: str) -> None:
+    """U09: a key that is renamed or dropped as told must not change what is trained."""
+    assert said in refused(tmp_path, BASE + line + "\n")
+
+
+def test_the_default_alpha_is_the_one_named() -> None:
+    config = load_config({"model": {"base": "m"}, "data": {"train": "r"}, "output": {"dir": "o"}})
+    assert config.lora.lora_alpha == 32
