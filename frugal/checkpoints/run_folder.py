@@ -60,6 +60,7 @@ class RunFolder:
         """
         if base is not None:
             return resolve_base(str(base), None, trust_remote_code=trust_remote_code)
+        name: str | None
         if self.config is not None:
             name, revision = self.config.model.base, self.config.model.revision
         else:
@@ -67,9 +68,9 @@ class RunFolder:
         if not name:
             raise CheckpointError(f"{self.adapter / ADAPTER_CONFIG} names no base model. Give it with --base.")
         try:
-            return self._fetched(str(name)) or resolve_base(str(name), revision, trust_remote_code=trust_remote_code)
+            return self._fetched(name) or resolve_base(name, revision, trust_remote_code=trust_remote_code)
         except (ModelError, ConfigError) as error:
-            where = "a folder of the machine it was trained on" if Path(str(name)).is_absolute() else "as it is named"
+            where = "a folder of the machine it was trained on" if Path(name).is_absolute() else "as it is named"
             raise ModelError(
                 f"{self.root} was trained over {name} ({where}), which cannot be had here: {error} "
                 "Give the base's folder or hub id with --base (`base=` in Python)."
