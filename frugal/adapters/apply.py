@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoftQConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoftQConfig, LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from frugal.adapters.conversion import names_as_given, refuse_rewritten_dora
+from frugal.adapters.peft_model import adapted
 from frugal.adapters.targets import PatternRow, Scale, Targets, resolve_targets
 from frugal.codecs.base import encoded_parts
 from frugal.codecs.dense import UpcastEmbedding, UpcastLinear, upcast_embedding
@@ -228,7 +229,7 @@ def inject(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, adapter
             # PEFT asks transformers for a property under its former name; users can do nothing about it
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
             with _stand_ins(model, input_device(model)), names_as_given(model):
-                peft_model = get_peft_model(model, config, adapter_name=adapter_name)
+                peft_model = adapted(model, config, adapter_name)
     _cast_tied_heads(peft_model)
     masters_float32(peft_model)
     return peft_model

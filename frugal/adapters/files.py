@@ -22,6 +22,7 @@ from frugal.adapters.apply import (
     remember_start,
 )
 from frugal.adapters.conversion import layers_as_modules, layers_as_parameters
+from frugal.adapters.peft_model import FINGERPRINT, WEIGHTS
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
 from frugal.files import atomic_path, read_json, write_json
 from frugal.hub import public_base
@@ -29,9 +30,7 @@ from frugal.tensor_files import read_all, read_metadata, write_tensors
 
 log = logging.getLogger("frugal.adapters")
 
-WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-FINGERPRINT = "frugal_base_fingerprint"
 
 
 def save_adapter(
@@ -66,7 +65,9 @@ def save_adapter(
     if plain and config["init_lora_weights"] == "pissa":
         whole = _plain_lora(model, whole, config)
     folder.mkdir(parents=True, exist_ok=True)
-    texts = {FINGERPRINT: base_fingerprint} if base_fingerprint else {}
+    texts = dict(getattr(model, "base_record", {}))
+    if base_fingerprint:
+        texts[FINGERPRINT] = base_fingerprint
     with atomic_path(folder / WEIGHTS) as beside:
         write_tensors(beside, whole, texts=texts)
     write_json(folder / CONFIG, config)

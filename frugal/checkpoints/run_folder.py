@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from frugal.adapters.files import FINGERPRINT, WEIGHTS
+from frugal.adapters.peft_model import FINGERPRINT, QUANTIZE, WEIGHTS, base_record
 from frugal.assets import CATALOGUE, cache_folder, is_complete
 from frugal.config import Config, load_config
 from frugal.errors import CheckpointError, ConfigError, ModelError
@@ -18,6 +18,7 @@ from frugal.files import read_json, run_folder
 from frugal.hub import fetched_as
 from frugal.manifest import FILE_NAME, Manifest
 from frugal.models.resolve import ResolvedModel, base_fingerprint, resolve_base
+from frugal.tensor_files import read_metadata
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -35,14 +36,25 @@ class RunFolder:
     adapter_config: dict[str, Any]
 
     @property
+    def recorded(self) -> str | None:
+        """How the base was kept that the adapter was trained on: `none`, `nf4`, or `nf4 single` (scales not quantised).
+
+        None for an adapter of another tool, which does not say.
+        """
+        if self.config is not None:
+            model = self.config.model
+            return base_record(model.quantize, double_quant=model.bnb_4bit_use_double_quant)[QUANTIZE]
+        return read_metadata(self.adapter / WEIGHTS).get(QUANTIZE) if (self.adapter / WEIGHTS).is_file() else None
+
+    @property
     def quantized(self) -> bool:
-        """The run held its base in NF4 (False for adapters of other tools, whose base is not known here)."""
-        return self.config is not None and self.config.model.quantize == "nf4"
+        """The adapter was trained on a base in NF4 (False where that is not known)."""
+        return (self.recorded or "none").startswith("nf4")
 
     @property
     def double_quant(self) -> bool:
         """The NF4 scales were quantised too."""
-        return self.config is None or self.config.model.bnb_4bit_use_double_quant
+        return self.recorded != "nf4 single"
 
     @property
     def tokenizer_folder(self) -> Path | None:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from frugal.adapters import save_adapter
-from frugal.adapters.files import WEIGHTS
+from frugal.adapters.peft_model import WEIGHTS
 from frugal.checkpoints.rotation import aside
 from frugal.checkpoints.run_folder import ADAPTER_CONFIG
 from frugal.checkpoints.side_files import copy_tokenizer, save_side_files

@@ -12,16 +12,18 @@ from typing import Any, Literal
 import torch
 from transformers import AutoTokenizer
 
+from frugal.adapters.peft_model import base_record
 from frugal.checkpoints.run_folder import RunFolder, check_depth, open_run, other_base
-from frugal.config import Config, LoraSection, load_config
+from frugal.config import Config, LoraSection, MemorySection, load_config
 from frugal.data import choose_template
 from frugal.device import Device, describe, probe, resolve_dtype
-from frugal.errors import UnsupportedError
+from frugal.errors import ConfigError, UnsupportedError
 from frugal.exports.merge_plan import fit_adapter
 from frugal.files import read_json
 from frugal.inference.generate import Messages, answer, as_messages, generation_config
+from frugal.memory.checkpointing import CheckpointHandle, apply_activation_checkpointing
 from frugal.models.build import ModelSpec, build
-from frugal.models.resolve import ResolvedModel, resolve_base
+from frugal.models.resolve import ResolvedModel, base_fingerprint, resolve_base
 from frugal.models.tokenizer import load_tokenizer, new_token_ids, rows_needed
 
 
@@ -39,6 +41,8 @@ class LoadedRun:
     warnings: list[str] = field(default_factory=list)
     clock: datetime | None = None
     """The time that the run's rows hold where its chat template prints one; questions hold the same."""
+    checkpointing: CheckpointHandle | None = None
+    """With ``for_training``: the policy on the decoder layers; ``close()`` takes it off."""
 
     def __iter__(self) -> Iterator[Any]:
         """So that ``model, tokenizer = frugal.load(...)`` works."""
@@ -79,6 +83,8 @@ def load_run(
     allow_other_base: bool = False,
     trust_remote_code: bool = False,
     trainable: bool = False,
+    quantize: Literal["nf4", "none"] | None = None,
+    for_training: bool = False,
 ) -> LoadedRun:
     """Load a run the way it was trained: same base, same NF4 storage, its adapter, tokenizer and stop ids.
 
@@ -88,12 +94,16 @@ def load_run(
         base: the base model; wins over what the run stored.
         allow_other_base: do not warn when the base's weights are not those the run was trained on.
         trust_remote_code: run code that comes with the base; never taken over from the run's configuration.
-        trainable: leave the adapter's weights trainable.
+        trainable: leave the adapter's weights trainable; otherwise everything is frozen, and a trainer changes nothing.
+        quantize: how the base is kept, for an adapter that does not say what it was trained on; default: in 16 bits.
+        for_training: as `load` says; implies ``trainable``.
 
     Raises:
         CheckpointError: no adapter there, or its keys or shapes do not fit the base.
+        UnsupportedError: ``quantize`` is not what the adapter was trained on.
     """
     opened = open_run(run)
+    kept = _kept(opened, quantize)
     source = opened.base_source(base, trust_remote_code=trust_remote_code)
     check_depth(opened, source)
     fit_adapter(source.path, opened.adapter, trust_remote_code=trust_remote_code)  # before any weight is read
@@ -103,22 +113,44 @@ def load_run(
     asked = opened.config.model.dtype if opened.config is not None else "auto"
     spec = ModelSpec(
         source=source,
-        quantize="nf4" if opened.quantized else "none",
+        quantize=kept,
         double_quant=opened.double_quant,
         dtype=resolve_dtype(asked, where).value,
         device=where.torch_device,
         vocab_size=rows_needed(tokenizer, source.config()),
         adapter=opened.adapter,
-        trainable=trainable,
+        trainable=trainable or for_training,
         attention=None,
-        fused=False,
+        fused=for_training,
         split_head=False,
     )
     model = build(spec).model
-    if not trainable:
+    if not spec.trainable:
         model.eval()
     system = opened.config.data.system_prompt if opened.config is not None else None
-    return LoadedRun(model, tokenizer, where, system, _generation(opened), warnings, _clock(opened))
+    loaded = LoadedRun(model, tokenizer, where, system, _generation(opened), warnings, _clock(opened))
+    return _for_training(loaded, opened.config) if for_training else loaded
+
+
+def _for_training(loaded: LoadedRun, config: Config | None) -> LoadedRun:
+    """The model with its layers checkpointed as the configuration says (auto: recomputed)."""
+    memory = config.memory if config is not None else MemorySection()
+    scratch = memory.scratch_dir if memory.checkpoint == "disk" else None
+    loaded.checkpointing = apply_activation_checkpointing(loaded.model, memory.checkpoint, scratch_dir=scratch)
+    return loaded
+
+
+def _kept(run: RunFolder, asked: Literal["nf4", "none"] | None) -> Literal["nf4", "none"]:
+    """How to keep the base: as the adapter's run did; ``asked`` decides only where that is not known."""
+    if asked not in (None, "nf4", "none"):
+        raise ConfigError(f"quantize={asked!r}: expected nf4 or none.")
+    recorded: Literal["nf4", "none"] | None = None if run.recorded is None else "nf4" if run.quantized else "none"
+    if asked is None or recorded in (None, asked):
+        return asked or recorded or "none"
+    raise UnsupportedError(
+        f"{run.adapter} was trained on a base with quantize={recorded!r}, and over another one its answers would be "
+        f"others than it learned. Leave quantize={asked!r} out, or merge it: frugal merge {run.root} --out DIR."
+    )
 
 
 def load_bare(
@@ -196,8 +228,9 @@ def load(
     what: str | Path | Mapping[str, Any] | Config,
     *,
     lora: Mapping[str, Any] | None = None,
-    quantize: str = "nf4",
+    quantize: Literal["nf4", "none"] | None = None,
     device: str | None = None,
+    for_training: bool = False,
     **options: Any,
 ) -> LoadedRun:
     """A PEFT model and its tokenizer, for notebooks, `transformers.Trainer` and TRL: ``model, tokenizer = load(...)``.
@@ -206,25 +239,31 @@ def load(
         what: a run or adapter folder (its trained adapter), a configuration (Config, dict, or path of a YAML file), or
             a base model (fetch name, folder, hub id); the latter two with a fresh adapter that changes nothing yet.
         lora: fields of the configuration's ``lora`` section, for a base model.
-        quantize: "nf4" or "none", for a base model.
+        quantize: "nf4" (the default for a base model) or "none"; for an adapter of another tool as `load_run` says.
+        for_training: for a trainer of others (`transformers.Trainer`, TRL): modules proven equal are replaced by frugal's, and decoder layers are checkpointed as `memory.checkpoint` of the configuration says, else
+            recomputed. Give the trainer `gradient_checkpointing=False`: it would checkpoint them again.
         options: as `load_run` takes them, for a run or adapter folder.
     """
-    if isinstance(what, (str, Path)) and (Path(what).expanduser() / "adapter_config.json").is_file():
-        return load_run(what, device=device, **options)
-    if isinstance(what, (str, Path)) and (Path(what).expanduser() / "config.yaml").is_file():
-        return load_run(what, device=device, **options)
+    if isinstance(what, (str, Path)) and any(
+        (Path(what).expanduser() / name).is_file() for name in ("adapter_config.json", "config.yaml")
+    ):
+        if lora is not None:
+            raise ConfigError(f"load({str(what)!r}, lora=...): the adapter there has its own settings. Leave lora out.")
+        return load_run(what, device=device, quantize=quantize, for_training=for_training, **options)
     if options:
         raise TypeError(f"load() takes {', '.join(options)} for runs only")
     config: Config
     if isinstance(what, (Mapping, Config)) or Path(what).suffix in (".yaml", ".yml"):
+        if lora is not None or quantize is not None:
+            raise ConfigError("load(CONFIG, ...): lora and quantize are in the configuration. Change them there.")
         config = load_config(what)
     else:
-        model = {"base": str(what), "quantize": quantize}
+        model = {"base": str(what), "quantize": quantize or "nf4"}
         config = load_config({"model": model, "lora": dict(lora or {}), "data": {"train": "-"}, "output": {"dir": "-"}})
-    return _load_fresh(config, config.lora, device)
+    return _load_fresh(config, config.lora, device, for_training)
 
 
-def _load_fresh(config: Config, lora: LoraSection, device: str | None) -> LoadedRun:
+def _load_fresh(config: Config, lora: LoraSection, device: str | None, for_training: bool) -> LoadedRun:
     where = _device(device)
     settings = config.model
     source = resolve_base(settings.base, settings.revision, trust_remote_code=settings.trust_remote_code)
@@ -240,7 +279,14 @@ def _load_fresh(config: Config, lora: LoraSection, device: str | None) -> Loaded
         seed=config.train.seed,
         new_token_ids=new_token_ids(tokenizer, settings.add_tokens),
         attention=None,
-        fused=False,
+        fused=for_training,
         split_head=False,
     )
-    return LoadedRun(build(spec).model, tokenizer, where, config.data.system_prompt)
+    model = build(spec).model
+    model.base_record = base_record(
+        settings.quantize,
+        double_quant=settings.bnb_4bit_use_double_quant,
+        fingerprint=base_fingerprint(source.path),
+    )
+    loaded = LoadedRun(model, tokenizer, where, config.data.system_prompt)
+    return _for_training(loaded, config) if for_training else loaded

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from frugal.adapters.apply import Applied, apply_adapters, needs_weights, start_magnitudes
 from frugal.adapters.files import load_adapter
+from frugal.adapters.peft_model import FrugalPeftModel, base_record, compute_in
 from frugal.adapters.targets import resolve_targets
 from frugal.config import LoraSection
 from frugal.errors import UnsupportedError
@@ -31,6 +32,7 @@ from frugal.models.head import HeadSpec, split_head
 from frugal.models.load import LoadedBase, Weights, load_base
 from frugal.models.materialize import NO_LAYERS, LoadedTensor, not_by_layer
 from frugal.models.modules.host_embedding import decide_embedding
+from frugal.models.quantizer import EncodedBase
 from frugal.models.replacement import ReplacementReport, replace_modules
 from frugal.models.report import LoadReport
 from frugal.models.resolve import ResolvedModel, stored_tensors
@@ -128,6 +130,11 @@ def build(spec: ModelSpec, weights: Weights = "files", on_layer: OnLayer | None 
         model = applied.model
     elif spec.adapter is not None:
         model = load_adapter(base, spec.adapter, trainable=spec.trainable)
+    if isinstance(model, FrugalPeftModel):
+        compute_in(model, spec.dtype)
+        model.base_record = base_record(spec.quantize, double_quant=spec.double_quant)
+    if prove and spec.quantize != "none":
+        base.hf_quantizer = EncodedBase(spec.dtype)
     replace = partial(
         replace_modules, model, compute_dtype=spec.dtype, mlp_tile_tokens=spec.mlp_tile_tokens, prove=prove
     )

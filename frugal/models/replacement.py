@@ -19,6 +19,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from frugal.adapters.peft_model import EncodedLoraLinear
 from frugal.model_structure import input_device, inside, stacked_experts
 from frugal.models.equivalence import mismatch
 from frugal.models.lora_layers import lora_weights
@@ -150,7 +151,7 @@ def _compute_dtype(model: Any) -> torch.dtype:
 def _lora_candidate(module: nn.Module) -> Candidate | None:
     if not isinstance(module, LoraLayer) or isinstance(module, FrugalLoraLinear):
         return None
-    if type(module) is not LoraLinear:
+    if type(module) not in (LoraLinear, EncodedLoraLinear):
         return f"{type(module).__module__}.{type(module).__name__} is left to PEFT"
     parts = lora_weights(module, hooks_run=True)
     return parts if isinstance(parts, str) else FrugalLoraLinear.over(module)

@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from frugal.adapters.peft_model import EncodedLoraLinear
 from frugal.models.lora_layers import lora_weights, one_adapter
 from frugal.ops import Projection, gated_mlp, lora_linear, rms_norm
 from frugal.ops.gated_mlp import Activation
 
 
-class FrugalLoraLinear(LoraLinear):  # type: ignore[misc]
+class FrugalLoraLinear(EncodedLoraLinear):
     """PEFT's LoRA layer with the fused product. Still PEFT's layer: merging, switching and saving work as before."""
 
     @classmethod

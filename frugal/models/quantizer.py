@@ -1,0 +1,53 @@
+"""What transformers asks a quantised model's `hf_quantizer`: how it is saved, made dense and trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from frugal.adapters.peft_model import dense_linear
+from frugal.codecs.base import EncodedModule, encoded_parts
+
+
+class EncodedBase(HfQuantizer):  # type: ignore[misc]
+    """Of a base with encoded weights: saved as ordinary dense ones; `model.dequantize()` makes it dense.
+
+    A folder of packed bytes under the names of weights could not be loaded by anyone.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """``dtype``: of dense weights, what the model computes in."""
+        super().__init__(QuantizationConfigMixin(quant_method="frugal"))
+        self.dtype = dtype
+
+    def is_serializable(self) -> bool:
+        """True: what is saved is dense."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: with adapters."""
+        return True
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The model's tensors, encoded ones dense in the dtype that the model computes in."""
+        state: dict[str, Tensor] = model.state_dict()
+        for name, module in model.named_modules():
+            for part, stored in encoded_parts(module).items():
+                prefix = f"{name}." if name else ""
+                for one in stored:
+                    state.pop(f"{prefix}{one}", None)
+                assert isinstance(module, EncodedModule)
+                encoded = module.encoded(part)
+                state[f"{prefix}{part}"] = encoded.dequantize_rows(0, encoded.shape[0], self.dtype)
+        return state, {}
+
+    def _dequantize(self, model: nn.Module, dtype: Any = None) -> nn.Module:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and isinstance(module, EncodedModule):
+                model.set_submodule(name, dense_linear(module, self.dtype))
+        return model
