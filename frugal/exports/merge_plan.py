@@ -93,15 +93,9 @@ def fit_adapter(base: Path, adapter: Path, *, trust_remote_code: bool = False) -
 
     Raises:
         CheckpointError: keys or shapes of the adapter do not fit the base; missing and unexpected keys are listed.
-        UnsupportedError: the base is quantised already.
     """
     stored, tensors = stored_tensors(base), read_header(adapter_file(adapter))
     config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedError(
-            f"{base} holds quantised weights; an adapter belongs on the original ones. "
-            "Give the 16-bit base with --base."
-        )
     peft_config = PeftConfig.from_pretrained(str(adapter))
     peft_config.inference_mode, init = True, peft_config.init_lora_weights
     peft_config.init_lora_weights = True  # other starts compute with the weights, which are not here

@@ -240,8 +240,9 @@ def load(
             a base model (fetch name, folder, hub id); the latter two with a fresh adapter that changes nothing yet.
         lora: fields of the configuration's ``lora`` section, for a base model.
         quantize: "nf4" (the default for a base model) or "none"; for an adapter of another tool as `load_run` says.
-        for_training: for a trainer of others (`transformers.Trainer`, TRL): modules proven equal are replaced by frugal's, and decoder layers are checkpointed as `memory.checkpoint` of the configuration says, else
-            recomputed. Give the trainer `gradient_checkpointing=False`: it would checkpoint them again.
+        for_training: for a trainer of others (`transformers.Trainer`, TRL): modules proven equal are replaced by ours,
+            and decoder layers are checkpointed as `memory.checkpoint` of the configuration says, else recomputed.
+            Give the trainer `gradient_checkpointing=False`: it would checkpoint them again.
         options: as `load_run` takes them, for a run or adapter folder.
     """
     if isinstance(what, (str, Path)) and any(

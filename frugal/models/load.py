@@ -89,11 +89,6 @@ def load_base(
     """
     start, device = time.monotonic(), torch.device(device)
     config = source.config() if skeleton is None else skeleton.config
-    if weights != "meta" and getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedError(
-            f"{source.name} is quantised already (quantization_config in its config.json). Give the original 16-bit "
-            "model: frugal quantises while loading."
-        )
     model = build_meta(config, trust_remote_code=trust_remote_code) if skeleton is None else skeleton
     report = LoadReport(
         base=source.reference,

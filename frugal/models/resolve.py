@@ -19,6 +19,7 @@ from frugal.assets import CATALOGUE, fetch, is_known
 from frugal.errors import ConfigError, ModelError, UnsupportedError
 from frugal.files import inside, read_json
 from frugal.hub import reachable
+from frugal.models.quantised_base import refuse_quantised, refuse_said_quantised
 
 if TYPE_CHECKING:
     from frugal.tensor_files import StoredTensor
@@ -97,6 +98,7 @@ def check_name(base: str, revision: str | None = None) -> Path:
         return folder
     if folder.is_dir():
         check_folder(folder)
+        refuse_quantised(base, folder, read_json(folder / "config.json"), weight_files(folder))
         return folder
     if folder.exists():
         raise ModelError(f"model.base is the file {base}; it must be a folder, a hub id, or a name that fetch knows.")
@@ -248,9 +250,11 @@ def _check_code(base: str, config: dict[str, Any], trust_remote_code: bool) -> N
 def hub_configuration(base: str, revision: str | None) -> Path:
     """The config.json of a hub id, from the hub or its cache. Raises ModelError naming what is wrong."""
     with _hub_faults(base, revision):
-        return Path(
+        found = Path(
             huggingface_hub.hf_hub_download(base, "config.json", revision=revision, local_files_only=not reachable())
         )
+    refuse_said_quantised(base, read_json(found))
+    return found
 
 
 def _from_hub(base: str, revision: str | None, trust_remote_code: bool) -> ResolvedModel:
@@ -274,6 +278,7 @@ def _from_hub(base: str, revision: str | None, trust_remote_code: bool) -> Resol
             f"{base} has no safetensors weights on the hub ({', '.join(missing)} missing); pickles are never read. "
             "Look for a safetensors version or revision of it."
         )
+    refuse_quantised(base, path, read_json(path / "config.json"), weight_files(path))
     return ResolvedModel(base, path, "hub", path.name, trust_remote_code)
 
 

@@ -11,7 +11,9 @@ from huggingface_hub import errors as hub
 from frugal.assets import is_known
 from frugal.config import Config, load_config
 from frugal.errors import ModelError
+from frugal.files import read_json
 from frugal.hub import reachable
+from frugal.models.quantised_base import refuse_quantised, refuse_said_quantised
 from frugal.models.resolve import may_be_hub_id
 from frugal.planning.architectures import architectures, known_name
 
@@ -43,6 +45,8 @@ def configuration_folder(base: str, revision: str | None = None) -> Path | None:
     """
     folder = Path(base).expanduser()
     if (folder / "config.json").is_file():
+        config = read_json(folder / "config.json")
+        refuse_quantised(base, folder, config, sorted(folder.glob("*.safetensors")))
         return folder
     if folder.is_dir():
         raise ModelError(f"{folder} has no config.json: give a model's folder.")
@@ -58,4 +62,5 @@ def configuration_folder(base: str, revision: str | None = None) -> Path | None:
             f"The config.json of {base!r} cannot be had ({type(error).__name__}): gated, misspelt, or no network. "
             f"A folder with its config.json does as well. {shown}"
         ) from error
+    refuse_said_quantised(base, read_json(Path(file)))
     return Path(file).parent

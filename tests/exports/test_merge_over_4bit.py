@@ -92,5 +92,6 @@ def test_a_quantised_base_is_refused(tiny_llama_folder: Path, tmp_path: Path) ->
     (base / "config.json").write_text(json.dumps({**config, "quantization_config": {"load_in_4bit": True}}))
     result = CliRunner().invoke(app, ["merge", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
-    assert "quantised weights" in result.stderr
+    assert "the entry is stale" in result.stderr
+    assert "--base" in result.stderr
     assert not (tmp_path / "out").exists()

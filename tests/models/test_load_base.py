@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from frugal.codecs.nf4 import NF4Linear
-from frugal.errors import ModelError, UnsupportedError
+from frugal.errors import ModelError
 from frugal.models.load import load_base
 from frugal.models.resolve import ResolvedModel, resolve_base
 from frugal.tensor_files import read_header
@@ -125,15 +125,6 @@ def test_a_damaged_file(make_tiny_llama: Callable[..., Path]) -> None:
     file.write_bytes(b"")
     with pytest.raises(ModelError, match="damaged"):
         read_header(file)
-
-
-def test_a_quantised_checkpoint_is_refused(make_tiny_llama: Callable[..., Path]) -> None:
-    folder = make_tiny_llama()
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match="quantised already"):
-        load_base(source(folder))
 
 
 def test_a_model_whose_weights_must_be_converted(tmp_path: Path) -> None:
