@@ -1,7 +1,9 @@
 """One QLoRA step, frugal against TRL and against plain PEFT: peak live bytes and seconds, side by side.
 
-`trl` is TRL's SFTTrainer over PEFT + bitsandbytes, whose loss builds no logits: the strongest peer on one device here.
-`peer` is the same model with transformers' own loss.
+`trl` is TRL's SFTTrainer over PEFT + bitsandbytes, whose loss builds no logits: the strongest peer. Without a GPU its
+head runs in a torch form that holds several tiles of [tokens, 32768] where its kernels hold one; `trl_kernel` counts
+that one in their place (computed, not run). It keeps adapters in bfloat16. `peer` is the same model with transformers'
+own loss.
 
     python benchmarks/peer_step.py --json out.json          # SmolLM2-135M, batches 2 x 512, 2 x 1024, 1 x 4096
     python benchmarks/peer_step.py --quick                  # short rows, one repeat: does it run
@@ -26,8 +28,11 @@ from typing import Any
 import torch
 from common import RANK, Side, environment, frugal_side, interleaved, peer_side, random_batch, trl_side
 from torch import Tensor
+from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
+from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
 from frugal.files import write_json
+from frugal.memory.meter_report import MeterReport
 from frugal.units import MIB
 
 CASES = [(2, 512), (2, 1024), (1, 4096)]
@@ -69,8 +74,11 @@ def measure(cases: list[tuple[int, int]], *, repeats: int, fused: bool = True) -
         row: dict[str, Any] = {"batch": batch_size, "tokens": tokens, "loss": losses}
         reports = {side.name: side.meter(batch) for side in sides}
         seconds = interleaved(sides, batch, repeats if tokens <= 1024 else max(1, repeats // 3))
+        reports["trl_kernel"] = reports["trl"]
+        seconds["trl_kernel"] = {}
         for name, report in reports.items():
             row[name] = {"peak_bytes": report.peak_bytes, **seconds[name], "at_peak": report.by_category}
+        row["trl_kernel"]["peak_bytes"] = kernel_form(reports["trl"], batch_size * (tokens - 1))
         row["floor_seconds"], row["floor_cpu_seconds"] = floor_seconds(batch_size * tokens)
         rows.append(row)
         print(f"{batch_size} x {tokens}: {row}", flush=True)
@@ -86,6 +94,15 @@ def measure(cases: list[tuple[int, int]], *, repeats: int, fused: bool = True) -
             }
         ours.checkpoint("none")
     return {"cases": rows, **ratios(rows), "environment": environment()}
+
+
+def kernel_form(report: MeterReport, positions: int) -> int:
+    """TRL's peak with the temporaries that its Triton kernels need in place of those of its torch form.
+
+    One tile of logits that becomes their gradient in place; the gradient of the hidden states, twice while it is cast.
+    """
+    tile = min(positions, TOKEN_CHUNK_SIZE) * _CHUNKED_LOGPROB_CHUNK_SIZE
+    return report.peak_bytes - report.by_category["temporaries"] + 4 * (tile + 2 * positions * HIDDEN)
 
 
 def probe_loss(side: Side, batch: dict[str, Tensor]) -> float:
@@ -104,7 +121,7 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
         return float(second[side]["peak_bytes"] - first[side]["peak_bytes"]) / further
 
     found = {}
-    for name, prefix in (("trl", "trl_"), ("peer", "")):
+    for name, prefix in (("trl", "trl_"), ("trl_kernel", "trl_kernel_"), ("peer", "")):
         found |= {
             f"{prefix}peak_ratio": first["frugal"]["peak_bytes"] / first[name]["peak_bytes"],
             f"{prefix}peak_ratio_disk": first["frugal_disk"]["peak_bytes"] / first[name]["peak_bytes"],
@@ -112,10 +129,13 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
             f"{prefix}peak_ratio_disk_second": second["frugal_disk"]["peak_bytes"] / second[name]["peak_bytes"],
             f"{prefix}slope_ratio": slope("frugal") / slope(name),
             f"{prefix}slope_ratio_disk": slope("frugal_disk") / slope(name),
-            f"{prefix}seconds_ratio": first["frugal"]["seconds"] / first[name]["seconds"],
-            f"{prefix}cpu_seconds_ratio": first["frugal"]["cpu_seconds"] / first[name]["cpu_seconds"],
             f"{name}_bytes_per_token": slope(name),
         }
+        if "seconds" in first[name]:
+            found |= {
+                f"{prefix}seconds_ratio": first["frugal"]["seconds"] / first[name]["seconds"],
+                f"{prefix}cpu_seconds_ratio": first["frugal"]["cpu_seconds"] / first[name]["cpu_seconds"],
+            }
     return {
         **found,
         **floor_ratios(first),
@@ -167,18 +187,14 @@ def _linear_seconds(tokens: int, inputs: int, outputs: int, repeats: int) -> tup
 
 def summary(result: dict[str, Any]) -> str:
     """The result as a small table."""
-    lines = [
-        f"{'case':>10} {'frugal MiB':>10} {'disk MiB':>9} {'TRL MiB':>9} {'PEFT MiB':>9} {'frugal s':>9} {'TRL s':>8} "
-        f"{'PEFT s':>8} {'floor s':>8}"
-    ]
+    sides = ("frugal", "frugal_disk", "trl", "trl_kernel", "peer")
+    heads = ("frugal", "disk", "TRL", "its kernel", "PEFT", "frugal s", "TRL s", "PEFT s", "floor s")
+    lines = [f"{'MiB':<12}" + "".join(f"{head:>11}" for head in heads)]
     for row in result["cases"]:
-        disk = f"{row['frugal_disk']['peak_bytes'] / MIB:9.1f}" if "frugal_disk" in row else " " * 9
-        lines.append(
-            f"{row['batch']:>3} x {row['tokens']:<5}{row['frugal']['peak_bytes'] / MIB:10.1f} {disk} "
-            f"{row['trl']['peak_bytes'] / MIB:9.1f} {row['peer']['peak_bytes'] / MIB:9.1f} "
-            f"{row['frugal']['seconds']:9.2f} {row['trl']['seconds']:8.2f} {row['peer']['seconds']:8.2f} "
-            f"{row['floor_seconds']:8.2f}"
-        )
+        peaks = [f"{row[side]['peak_bytes'] / MIB:.1f}" if side in row else "" for side in sides]
+        times = [row["frugal"]["seconds"], row["trl"]["seconds"], row["peer"]["seconds"], row["floor_seconds"]]
+        cells = [*peaks, *(f"{seconds:.2f}" for seconds in times)]
+        lines.append(f"{row['batch']:>3} x {row['tokens']:<6}" + "".join(f"{cell:>11}" for cell in cells))
     lines += [f"{key:<28}{value:12.3f}" for key, value in result.items() if isinstance(value, float)]
     return "\n".join(lines)
 
