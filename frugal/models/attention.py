@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 from frugal.decision import Decision
 from frugal.errors import UnsupportedError
 from frugal.model_structure import decoder_layers, input_device
-from frugal.models.equivalence import largest_difference, model_tolerance, probe
+from frugal.models.equivalence import CANNOT_RUN, evaluating, largest_difference, model_tolerance, probe
 from frugal.models.materialize import DeferredLayers
 from frugal.ops import attention, choose
 from frugal.ops.simulated import is_fake
@@ -35,7 +35,7 @@ _DOCUMENT_LAYERS = {"full_attention", "sliding_attention", "attention"}
 """Kinds of layers, in transformers' words, in which a token sees tokens of its own document only."""
 _STATE = re.compile(r"Mamba|Recurrent|DeltaNet|ShortConv|LinearAttention|Rwkv", re.IGNORECASE)
 _KEY = "attention"
-_WAY_OUT = "set attn_implementation to 'sdpa' for this model"
+_WAY_OUT = "load it with attn_implementation='sdpa'"
 
 
 @dataclass(frozen=True)
@@ -155,13 +155,14 @@ def frugal_attention_forward(
     ``cu_seq_lens_q`` [documents + 1] int32: offsets of a packed batch, the keyword of transformers' flash attention.
     """
     if dropout > 0:
-        raise UnsupportedError(f"attention_dropout={dropout} is not supported by frugal attention: set it to 0 in the "
-                               f"model's config, or {_WAY_OUT}")  # fmt: skip
+        raise UnsupportedError(f"frugal attention has no dropout, and this model asks for {dropout}: {_WAY_OUT}")
     if s_aux is not None or position_bias is not None:
         name = "attention sinks" if s_aux is not None else "a position bias"
-        raise UnsupportedError(f"frugal attention has no {name}: set attn_implementation to 'eager' for this model")
+        raise UnsupportedError(f"frugal attention has no {name}: load it with attn_implementation='eager'")
     if kwargs.get("output_attentions"):
-        raise UnsupportedError("attention weights are never built: set attn_implementation to 'eager' to see them")
+        raise UnsupportedError(
+            "attention weights are never built: load it with attn_implementation='eager' to see them"
+        )
     if isinstance(attention_mask, Tensor):
         return _masked(query, key, value, attention_mask, scaling, softcap).transpose(1, 2).contiguous(), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -235,14 +236,14 @@ def _switched(
     name = register(implementation)
     if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
         return AttentionDecision(_KEY, before, "the model does not use transformers' AttentionInterface")
-    dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
-    if dropout:
-        return AttentionDecision(_KEY, before, f"attention_dropout={dropout}")
     if (chunk := _chunk(model)) is not None:  # a window shows the last tokens, a chunk those since its own start
         return AttentionDecision(_KEY, before, f"attention in chunks of {chunk} tokens is no sliding window")
     if not prove:
         model.set_attn_implementation(name)
-        return AttentionDecision(_KEY, NAME, "by structure, not proven")
+        if (failure := _refusal(model)) is None:
+            return AttentionDecision(_KEY, NAME, "by structure, not proven")
+        model.set_attn_implementation(before)
+        return AttentionDecision(_KEY, before, failure)
     by_layer = _by_layer(model, implementation)
     error, failure = 0.0, None
     wholes = [contextlib.nullcontext()] if deferred is None else [deferred.only(layer) for layer in deferred.kinds()]
@@ -253,11 +254,12 @@ def _switched(
                 want = _logits(model)
                 model.set_attn_implementation(name)
                 apart, largest = largest_difference(want, _logits(model))
+                failure = failure or _refusal(model)
             if not apart <= model_tolerance(model) * max(largest, 1e-6):
                 failure = failure or f"logits differ by {apart:.2g} (largest {largest:.2g})"
             error = max(error, apart)
-    except UnsupportedError as refusal:
-        failure = str(refusal)
+    except (UnsupportedError, *CANNOT_RUN) as refusal:  # of a mask that is built in a way of its own, for example
+        failure = f"it does not run with frugal attention ({refusal})"
     if failure is None:
         reason = f"logits equal to {before}'s on a random batch (largest difference {error:.1g})"
         return AttentionDecision(_KEY, NAME, reason, by_layer=by_layer)
@@ -276,10 +278,15 @@ def join_rows(model: nn.Module, attention: str, *, packing: bool) -> Decision[bo
         model: the base; it may be without memory.
         attention: what it runs with (`AttentionDecision.value`); "frugal" knows the borders of unpacked rows too.
 
+    Packing under an attention of transformers' own is tried on two rows where the model has numbers: some families
+    build their mask without positions, and borders are lost on the way.
+
     Raises:
         UnsupportedError: ``packing`` was asked for where rows cannot be joined.
     """
     reason = across_rows(model)
+    if reason is None and packing and not attention.startswith(NAME) and input_device(model).type != "meta":
+        reason = rows_leak(model)
     if reason is None:
         joined = packing or attention.startswith(NAME)
         why = "data.packing is true" if packing else f"attention is {attention}"
@@ -290,6 +297,25 @@ def join_rows(model: nn.Module, attention: str, *, packing: bool) -> Decision[bo
             "`data.packing: false`; rows are then padded side by side, and group_by_length keeps the padding small."
         )
     return Decision("rows of a micro-batch", False, reason)
+
+
+@torch.no_grad()
+def rows_leak(model: Any) -> str | None:
+    """Why two rows must not lie in one sequence: what the second one's logits lose beside the first, by numbers."""
+    generator = torch.Generator().manual_seed(0)
+    vocab = model.get_input_embeddings().weight.shape[0]
+    first, second = (torch.randint(0, vocab, (1, n), generator=generator).to(input_device(model)) for n in (9, 7))
+    places = torch.cat([torch.arange(row.shape[1]) for row in (first, second)])[None].to(first.device)
+    with evaluating(model):
+        alone = model(input_ids=second, use_cache=False).logits[0]
+        joined = model(input_ids=torch.cat([first, second], 1), position_ids=places, use_cache=False).logits[0, 9:]
+    apart, largest = largest_difference(alone, joined)
+    if apart <= model_tolerance(model) * max(largest, 1e-6):
+        return None
+    return (
+        f"this model loses the borders of rows in one sequence (logits of a row behind another differ by {apart:.2g}, "
+        f"the largest is {largest:.2g})"
+    )
 
 
 def across_rows(model: Any) -> str | None:
@@ -315,6 +341,23 @@ def _chunk(model: Any) -> int | None:
 
 def _logits(model: Any) -> Tensor:
     return probe(model, lambda **inputs: model(**inputs).logits)[0]
+
+
+def _refusal(model: Any) -> str | None:
+    """Why the model does not run with the attention that it has now in training, where its dropout is not zero.
+
+    Names of dropout differ between configurations, so the model is asked itself.
+    """
+
+    ids = torch.zeros((2, 5), dtype=torch.int64, device=input_device(model))
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), evaluating(model):
+        for module in model.modules():
+            module.training = True
+        try:
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        except (UnsupportedError, *CANNOT_RUN) as refusal:
+            return f"it does not train with frugal attention ({refusal})"
+    return None
 
 
 def _by_layer(model: Any, implementation: str) -> dict[str, Decision[str]]:

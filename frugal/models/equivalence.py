@@ -22,7 +22,7 @@ PROBE_TOKENS = 13
 """Tokens of each row that a whole model is compared on."""
 _PADDED = 4  # tokens at the end of the last row
 Call = Callable[[nn.Module, Tensor], Tensor]
-_CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
+CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 
 
 def tolerance(dtype: torch.dtype, *, whole_model: bool = False) -> float:
@@ -104,11 +104,11 @@ def mismatch(
     with evaluating(old, new), _random_b(old, generator):
         try:
             want = _outcome(old, x, call)
-        except _CANNOT_RUN as failure:
+        except CANNOT_RUN as failure:
             return f"the stock module could not be run for comparison: {failure}"
         try:
             got = _outcome(new, x, call)
-        except _CANNOT_RUN as failure:
+        except CANNOT_RUN as failure:
             return f"the replacement does not fit it: {failure}"
     return difference(want, got, tolerance(dtype))
 

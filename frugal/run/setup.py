@@ -24,7 +24,7 @@ from frugal.distributed.launch import Launch, check_group, read_launch, unused_g
 from frugal.distributed.strategy import Strategy
 from frugal.models.attention import join_rows
 from frugal.models.modules.host_embedding import decide_embedding
-from frugal.models.positions import positions
+from frugal.models.positions import per_call_rotary, positions, refuse_mixed_lengths
 from frugal.models.resolve import ResolvedModel
 from frugal.models.skeleton import build_meta
 from frugal.models.tokenizer import new_token_ids, rows_needed
@@ -123,6 +123,11 @@ def resolve(
     if limit is not None:
         found_long = [limit.check(part.document_lengths, name) for name, part in data.parts.items()]
         warnings = [warning for warning in found_long if warning]
+    if (original := per_call_rotary(base.config())) is not None:
+        for name, part in data.parts.items():
+            key = f"per_device_{name}_batch_size"
+            size = getattr(config.train, key)
+            refuse_mixed_lengths(original, part.document_lengths, size, f"train.{key}", packing=config.data.packing)
     if (tied := tied_too(skeleton, config.lora)) is not None:
         warnings.append(tied)
     if config.data.packing:

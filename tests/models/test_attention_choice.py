@@ -86,7 +86,8 @@ def test_a_name_that_the_model_cannot_have_is_an_error() -> None:
 
 def test_a_model_that_keeps_its_own_attention(tiny_llama_folder: Path) -> None:
     model = load(tiny_llama_folder)
-    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
     assert use_attention(model).value == "sdpa"
     with pytest.raises(UnsupportedError, match=r"memory\.attention: sdpa was asked for, but this model keeps"):
         use_attention(model, "sdpa")

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from frugal.errors import UnsupportedError
-from frugal.models.attention import NAME, frugal_mask, register, use_attention
-from tests.support.tiny_models import FAMILIES, tiny_model
+from frugal.models.attention import NAME, frugal_mask, join_rows, register, use_attention
+from tests.support.tiny_models import FAMILIES, tiny_config, tiny_model
 
 LENGTHS = (11, 1, 8, 13)
 
@@ -124,13 +124,46 @@ def test_what_cannot_be_honoured_is_left_alone_with_the_reason():
     model = tiny_model("llama", attention_dropout=0.1)
     choice = use_attention(model)
     assert choice.value == "sdpa"
-    assert "attention_dropout" in choice.reason
+    assert "has no dropout, and this model asks for 0.1" in choice.reason
     assert model.config._attn_implementation == "sdpa"
     sinks = tiny_model("gpt_oss", attn_implementation="eager", num_local_experts=4, num_experts_per_tok=2)
     choice = use_attention(sinks)
     assert choice.value == "eager"
     assert "sinks" in choice.reason
     assert sinks.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("family", "kept", "reason"),
+    [
+        ("gpt2", "sdpa", "has no dropout, and this model asks for 0.1"),  # which it calls attn_pdrop
+        ("gpt_oss", "eager", "sinks"),
+    ],
+)
+def test_a_plan_and_a_run_keep_the_same_attention(family: str, kept: str, reason: str):
+    """F-list: found by asking the model in training mode, not by the names of its configuration."""
+    changes = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "gpt_oss" else {}
+    config = tiny_config(family, **changes)
+    with torch.device("meta"):
+        planned = AutoModelForCausalLM.from_config(config)
+    for model, prove in ((tiny_model(family, **changes), True), (planned, False)):
+        choice = use_attention(model, prove=prove)
+        assert choice.value == model.config._attn_implementation == kept
+        assert reason in choice.reason
+        assert not model.training or not prove
+
+
+@pytest.mark.parametrize(("family", "leaks"), [("llama", False), ("gpt_oss", True), ("bloom", True)])
+def test_packing_under_stock_attention_is_tried_on_two_rows(family: str, leaks: bool):
+    """F-list: families that build their mask without positions see the row before; two rows side by side show it."""
+    changes = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "gpt_oss" else {}
+    model = tiny_model(family, **changes)
+    if leaks:
+        with pytest.raises(UnsupportedError, match=r"packing is true, but this model loses the borders of rows"):
+            join_rows(model, model.config._attn_implementation, packing=True)
+    else:
+        assert join_rows(model, model.config._attn_implementation, packing=True).value is True
+    assert join_rows(model, model.config._attn_implementation, packing=False).value is False
 
 
 def test_custom_patterns_are_refused():

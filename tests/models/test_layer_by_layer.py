@@ -157,13 +157,13 @@ def test_more_rows_new_tokens_trained_head_and_patterns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quantize", ["nf4", "none"])
 def test_dora_takes_its_magnitudes_when_a_layer_is_filled(tmp_path: Path, quantize: Any) -> None:
     base = save_tiny(tmp_path, "llama", torch.bfloat16)
-    lora = LoraSection(r=4, use_dora=True, target_modules=["q_proj", "down_proj", "embed_tokens", "lm_head"])
+    lora = LoraSection(r=4, use_dora=True, target_modules=["q_proj", "down_proj", "lm_head"])
     for compute in (torch.float32, torch.bfloat16):
         options: dict[str, Any] = {"quantize": quantize, "dtype": compute}
         got = layer_by_layer(base, lora, **options)
         assert_same(got, whole(base, lora, **options))
         magnitudes = [p for name, p in got.model.named_parameters() if "magnitude" in name]
-        assert len(magnitudes) == 6
+        assert len(magnitudes) == 5
         assert all(p.requires_grad for p in magnitudes)
 
 

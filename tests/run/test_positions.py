@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import frugal
-from frugal.errors import DataError
-from frugal.models.positions import positions
+from frugal.errors import ConfigError, DataError
+from frugal.models.positions import per_call_rotary, positions, refuse_mixed_lengths
 from frugal.run.train import train
 from tests.conftest import make_tokenizer
 from tests.support import runs
@@ -93,3 +94,70 @@ def test_rotary_positions_are_not_learned(family: str) -> None:
     found = positions(model.config, model)
     assert found is not None
     assert not found.learned
+
+
+LONGROPE: dict[str, Any] = {
+    "max_position_embeddings": 128,
+    "original_max_position_embeddings": 16,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 6,
+        "long_factor": [4.0] * 6,
+        "original_max_position_embeddings": 16,
+        "factor": 8.0,
+    },
+}
+
+
+def test_rotary_factors_of_a_call_change_shorter_rows() -> None:
+    """F-list: what the rule below is about. A row of 9 tokens beside one of 40, beyond the original 16."""
+    config = tiny_config("phi3", **LONGROPE)
+    assert per_call_rotary(config) == 16
+    assert per_call_rotary(tiny_config("llama")) is None
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(3, 131, (2, 40))
+    for longest, changes in ((16, False), (40, True)):
+        mask = torch.ones(2, longest, dtype=torch.int64)
+        mask[0, 9:] = 0
+        with torch.no_grad():
+            beside = model(input_ids=ids[:, :longest], attention_mask=mask, use_cache=False).logits[0, :9]
+            alone = model(input_ids=ids[:1, :9], use_cache=False).logits[0]
+        assert bool((beside - alone).abs().max() > 1e-4) is changes
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "packing", "message"),
+    [
+        ([9, 40], 2, False, r"1 of 2 rows are longer than 16 tokens.*Write train\.x: 1 \(and more"),
+        ([9, 40], 1, True, r"Write data\.packing: false, or data\.max_length: 16"),
+        ([9, 40], 4, True, r"train\.x: 1 .* and data\.packing: false"),
+        ([9, 40], 1, False, None),
+        ([9, 16], 4, True, None),
+        ([17, 40], 4, True, None),
+    ],
+)
+def test_rows_on_both_sides_of_the_original_length(
+    lengths: list[int], size: int, packing: bool, message: str | None
+) -> None:
+    found = np.array(lengths)
+    if message is None:
+        refuse_mixed_lengths(16, found, size, "train.x", packing=packing)
+        return
+    with pytest.raises(ConfigError, match=message):
+        refuse_mixed_lengths(16, found, size, "train.x", packing=packing)
+
+
+def test_a_run_with_mixed_lengths_is_refused_before_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer(300)
+    config = tiny_config("phi3", **{**LONGROPE, "vocab_size": len(tokenizer)})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    rows = [{"text": "hello"}, {"text": "hello world " * 10}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows * 2))
+    asked = runs.config(tmp_path / "base", tmp_path / "rows.jsonl", tmp_path / "run")
+    asked["train"].update(per_device_train_batch_size=2, gradient_accumulation_steps=1)
+    monkeypatch.setattr("frugal.run.train.load_model", None)
+    with pytest.raises(ConfigError, match=r"train\.per_device_train_batch_size: 1"):
+        train(asked)
