@@ -21,12 +21,13 @@ RUN := runs/quickstart
 # make quickstart OVERRIDES="train.max_steps=10": keys of configs/quickstart.yaml to change.
 OVERRIDES ?=
 
-.PHONY: help setup quickstart test test-quick test-avx2 mutants kernels check docs clean FORCE
+.PHONY: help setup quickstart test test-long test-quick test-avx2 mutants kernels check docs clean FORCE
 
 help:
 	@echo "make quickstart  set up, fetch a small model and data, train into $(RUN), show answers before and after"
-	@echo "make test        run all tests"
-	@echo "make test-quick  run the tests that start no runs, processes or interpreted kernels"
+	@echo "make test        run the tests (15 minutes on 2 cores)"
+	@echo "make test-quick  those of them that start no runs, processes or compilers (2 minutes)"
+	@echo "make test-long   the others: several ranks, interpreted kernels, resume at every point (35 minutes)"
 	@echo "make test-avx2   run the numeric tests again, as on a CPU without AVX-512"
 	@echo "make check       lint, types, layers"
 	@echo "make mutants     plant faults in the kernels and see the tests catch each (20 minutes)"
@@ -72,7 +73,10 @@ quickstart: setup
 	@echo "  $(BIN)/frugal configs copy quickstart mine.yaml    # then put your own data in"
 
 test: setup $(DEEPSPEED)
-	OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not long"
+
+test-long: setup $(DEEPSPEED)
+	OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m long
 
 test-quick: setup
 	OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"

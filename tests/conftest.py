@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from frugal.assets import fetch
-from tests.support.slow import is_slow
+from tests.support.slow import is_long, is_slow
 
 torch.set_num_threads(1)
 # child processes of tests import tests.support, whatever folder they work in
@@ -24,8 +24,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make test-quick` leaves out."""
+    """Mark what `make test-quick` and `make test` leave out."""
     for item in items:
+        if is_long(item.path):
+            item.add_marker(pytest.mark.long)
         if is_slow(item.path) or item.get_closest_marker("model"):
             item.add_marker(pytest.mark.slow)
 

@@ -1,13 +1,13 @@
-"""The list of slow tests names what exists and is obeyed, and the quick part looks at what can be looked at fast."""
+"""The lists of slow and long tests name what exists and are obeyed; the quick part covers what can be seen fast."""
 
 import pytest
 
-from tests.support.slow import SLOW, TESTS, is_slow
+from tests.support.slow import LONG, SLOW, TESTS, is_long, is_slow
 
 FILES = sorted(TESTS.rglob("test_*.py"))
 
 
-@pytest.mark.parametrize("place", SLOW)
+@pytest.mark.parametrize("place", (*SLOW, *LONG))
 def test_what_is_slow_exists(place: str) -> None:
     assert (TESTS / place).exists()
     assert (TESTS / place).is_dir() == place.endswith("/")
@@ -17,6 +17,8 @@ def test_the_list_is_obeyed(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
         if is_slow(item.path):
             assert item.get_closest_marker("slow"), item.nodeid
+        if is_long(item.path):
+            assert item.get_closest_marker("long"), item.nodeid
     assert request.node.get_closest_marker("slow") is None
 
 

@@ -1,7 +1,9 @@
-"""Tests that `make test-quick` leaves out: they start whole runs, processes, compilers or the interpreter of kernels.
+"""Three parts of the tests, by what was measured in CPU seconds on two cores.
 
-One list, by what was measured in CPU seconds: the quick part is to stay under 2 minutes on two cores. Tests with the
-marker `model`, or marked `slow` themselves, are left out too.
+`make test-quick` (under 2 minutes) leaves out what is SLOW: whole runs, processes, compilers. `make test` (under 15)
+leaves out what is LONG: several ranks as launchers start them, the interpreter of kernels, runs that are stopped and
+resumed at every point. `make test-long` runs that; what lands has passed all of it. Tests with the marker `model`, or
+marked `slow` themselves, count as slow.
 """
 
 from pathlib import Path
@@ -52,7 +54,25 @@ SLOW = (
     "verification/test_doctor.py",
 )
 
+LONG = (
+    "benchmarks/test_gpu.py",
+    "distributed/test_fsdp2.py",
+    "distributed/test_launchers.py",
+    "distributed/test_plan_ranks_live.py",
+    "distributed/test_quickstart_shared.py",
+    "distributed/test_resume.py",
+    "distributed/test_two_hosts.py",
+    "distributed/test_zero.py",
+    "kernels/test_kernels_interpreted.py",
+    "run/test_resume_exact.py",
+)
+
 
 def is_slow(path: Path) -> bool:
-    """Whether a test file is in the list."""
-    return path.relative_to(TESTS).as_posix().startswith(SLOW)
+    """Whether a test file is in the list SLOW, or in LONG."""
+    return path.relative_to(TESTS).as_posix().startswith((*SLOW, *LONG))
+
+
+def is_long(path: Path) -> bool:
+    """Whether a test file is in the list LONG."""
+    return path.relative_to(TESTS).as_posix().startswith(LONG)
