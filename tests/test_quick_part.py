@@ -7,7 +7,7 @@ from tests.support.slow import LONG, SLOW, TESTS, is_long, is_slow
 FILES = sorted(TESTS.rglob("test_*.py"))
 
 
-@pytest.mark.parametrize("place", (*SLOW, *LONG))
+@pytest.mark.parametrize("place", [*SLOW, *LONG])
 def test_what_is_slow_exists(place: str) -> None:
     assert (TESTS / place).exists()
     assert (TESTS / place).is_dir() == place.endswith("/")
