@@ -24,7 +24,6 @@ SLOW = (
     "docs/test_benchmarks.py",
     "docs/test_notebook.py",
     "exports/test_gguf.py",
-    "exports/test_merge.py",
     "exports/test_merge_memory.py",
     "exports/test_tokens_and_template_travel.py",
     "inference/",
