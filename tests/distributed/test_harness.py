@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,7 @@ from tests.distributed.ranks.harness import run_cases
 
 
 def test_cases_are_independent(tmp_path: Path) -> None:
-    begun = time.monotonic()
     outcomes = run_cases(tmp_path, "cases_harness", ["one_raises", "one_leaves", "sum"])
-    assert time.monotonic() - begun < 120
     assert [report["sum"] for report in outcomes["sum"].reports] == [3.0, 3.0]
     assert [report["rank"] for report in outcomes["sum"].reports] == [0, 1]
     assert float(outcomes["sum"].tensors(1)["value"]) == 3.0
