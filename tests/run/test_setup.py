@@ -50,7 +50,14 @@ def test_the_runs_own_config_resumes_it(tiny_llama_folder: Path, tmp_path: Path)
     rows = runs.write_rows(tmp_path / "rows.jsonl")
     config = runs.config(tiny_llama_folder, rows, tmp_path / "run")
     config["train"]["max_steps"] = 2
+    config["output"]["save_steps"] = 1
+    own = tmp_path / "run" / "config.yaml"
     train(config)
-    result = train(tmp_path / "run" / "config.yaml", resume=True)
-    assert result.steps == 2
-    assert "  dtype: float32  # auto: CPU: " not in (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
+    as_decided = own.read_text(encoding="utf-8")
+    assert "  dtype: float32  # auto: CPU: " in as_decided
+    # a finished run: nothing to do, nothing written
+    assert train(own, resume=True).steps == 2
+    assert own.read_text(encoding="utf-8") == as_decided
+    # step 2 once more: what the file has is now asked, not decided
+    assert train(own, resume=tmp_path / "run" / "checkpoint-1").steps == 2
+    assert "  dtype: float32\n" in own.read_text(encoding="utf-8")
