@@ -19,6 +19,7 @@ _PUBLIC = {
     "load": "frugal.inference.load",
     "chat": "frugal.inference.chat",
     "load_run": "frugal.inference.load",
+    "get_peft_model": "frugal.adapters.apply",
     "merge": "frugal.exports.registry",
     "export": "frugal.exports.registry",
     "verify": "frugal.run.verify",

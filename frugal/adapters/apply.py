@@ -22,10 +22,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from frugal.adapters.conversion import names_as_given, refuse_rewritten_dora
-from frugal.adapters.peft_model import adapted
+from frugal.adapters.peft_model import FrugalPeftModel, adapted, compute_in
 from frugal.adapters.targets import PatternRow, Scale, Targets, resolve_targets
-from frugal.codecs.base import encoded_parts
-from frugal.codecs.dense import UpcastEmbedding, UpcastLinear, upcast_embedding
+from frugal.adapters.trained import cast_linear, prepare_trained
 from frugal.config import LoraSection
 from frugal.errors import ConfigError, UnsupportedError
 from frugal.model_structure import decoder_layers, input_device, inside, is_tied, table_names
@@ -96,6 +95,31 @@ def _inject(
     config.use_dora = peft_model.peft_config["default"].use_dora = True
     start_magnitudes(peft_model, config, leave=decoder_layers(peft_model))
     return peft_model, _magnitudes_to_come(deferred.values())
+
+
+def get_peft_model(
+    model: PreTrainedModel, config: LoraConfig, *, adapter_name: str = "default", seed: int = 0
+) -> FrugalPeftModel:
+    """`peft.get_peft_model` for a base of `frugal.load`: an adapter with a LoraConfig of your own.
+
+    Merging, saving and counting work as on the models that `frugal.load` gives; PEFT's own function puts layers on
+    that cannot merge into 4-bit weights. ``model`` is changed in place: ``frugal.load(BASE).model.unload()`` gives one
+    without an adapter. ``seed`` decides where the adapter starts; the global random state stays as it was.
+
+    Raises:
+        UnsupportedError: ``config`` is no LoraConfig, or what it wants trained is stored in NF4.
+        ConfigError: ``model`` has an adapter already.
+    """
+    if not isinstance(config, LoraConfig):
+        raise UnsupportedError(
+            f"frugal.get_peft_model takes a peft.LoraConfig, got {type(config).__name__}. peft.get_peft_model puts "
+            "other adapters on this model too; before such a one is merged, call `model.dequantize()`."
+        )
+    refuse_adapted(model)
+    prepare_trained(model, config.modules_to_save or [], trains_tokens=config.trainable_token_indices is not None)
+    peft_model = inject(model, config, seed=seed, adapter_name=adapter_name)
+    compute_in(peft_model, peft_model.dtype)
+    return peft_model
 
 
 def refuse_adapted(model: nn.Module) -> None:
@@ -177,48 +201,9 @@ def _token_rows(model: PreTrainedModel, ids: Sequence[int], trained_whole: Seque
     return {name.rsplit(".", 1)[-1]: sorted(ids) for name in names if ids and name not in trained_whole}
 
 
-def prepare_trained(model: PreTrainedModel, modules_to_save: Sequence[str], *, trains_tokens: bool) -> None:
-    """Make ready what is trained beside LoRA: copies of it are float32, and must still take and give the compute dtype.
-
-    Linear layers and embeddings are replaced by the forms that cast while used. Rows of a 16-bit table under float32
-    compute cannot be trained in place: that table becomes float32.
-    """
-    compute = next((m.compute_dtype for m in model.modules() if isinstance(m, UpcastEmbedding)), None)
-    table = model.get_input_embeddings().weight
-    if trains_tokens and compute is not None and table.dtype != compute:
-        table.data = table.data.to(compute)  # the tied head shares the Parameter
-        head = model.get_output_embeddings()
-        if head is not None and head.weight is not table:
-            head.weight.data = head.weight.data.to(compute)
-    for name in modules_to_save:
-        module = model.get_submodule(name)
-        if any(encoded_parts(inner) for inner in module.modules()):
-            raise UnsupportedError(
-                f"lora.modules_to_save: {name} is stored in NF4 and cannot be trained whole. Adapt it with LoRA "
-                "(lora.target_modules), or write `model.quantize: none`."
-            )
-        for inner_name, inner in list(module.named_modules()):
-            full = f"{name}.{inner_name}" if inner_name else name
-            if type(inner) is nn.Linear:
-                model.set_submodule(full, _upcast_linear(inner))
-            elif isinstance(inner, nn.Embedding):
-                model.set_submodule(full, _upcast_embedding(inner))
-
-
-def _upcast_linear(old: nn.Linear) -> UpcastLinear:
-    rows, columns = old.weight.shape  # PEFT's tied head has its two sizes the wrong way round
-    new = UpcastLinear(columns, rows, bias=False, device="meta")
-    new.weight, new.bias = old.weight, old.bias
-    return new.train(old.training)
-
-
-def _upcast_embedding(old: nn.Embedding) -> nn.Embedding:
-    if isinstance(old, UpcastEmbedding):
-        return old
-    return upcast_embedding(old, old.weight.dtype) or old
-
-
-def inject(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, adapter_name: str = "default") -> PeftModel:
+def inject(
+    model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, adapter_name: str = "default"
+) -> FrugalPeftModel:
     """PEFT's injection with a random state of its own, then the dtype policy.
 
     Adapters of layers that wait for their weights are where the model's input belongs.
@@ -241,7 +226,7 @@ def _cast_tied_heads(model: nn.Module) -> None:
         if isinstance(module, ModulesToSaveWrapper):
             for name, child in module.modules_to_save.items():
                 if type(child) is nn.Linear:
-                    module.modules_to_save[name] = _upcast_linear(child)
+                    module.modules_to_save[name] = cast_linear(child)
 
 
 def masters_float32(model: nn.Module) -> None:

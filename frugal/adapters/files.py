@@ -17,12 +17,12 @@ from frugal.adapters.apply import (
     adapter_state,
     inject,
     masters_float32,
-    prepare_trained,
     refuse_adapted,
     remember_start,
 )
 from frugal.adapters.conversion import layers_as_modules, layers_as_parameters
 from frugal.adapters.peft_model import FINGERPRINT, WEIGHTS
+from frugal.adapters.trained import prepare_trained
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
 from frugal.files import atomic_path, read_json, write_json
 from frugal.hub import public_base

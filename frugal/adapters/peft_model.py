@@ -6,6 +6,7 @@ Both are PEFT's own classes with the methods that read the base's weight put rig
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
+from frugal.adapters.trained import prepare_trained
 from frugal.codecs.base import EncodedModule, encoded_parts
+from frugal.codecs.dense import compute_dtype, dtype_after
 from frugal.codecs.nf4 import NF4Linear
 from frugal.files import atomic_path
 from frugal.tensor_files import read_all, write_tensors
@@ -63,6 +66,24 @@ class EncodedLoraLinear(LoraLinear):  # type: ignore[misc]
         self.base_layer, self._kept = self._kept[0], ()
         self.merged_adapters.clear()
 
+    def olora_init(self, adapter_name: str) -> None:
+        """OLoRA takes the adapter's start out of the base: the rest is quantised again, as over bitsandbytes."""
+        base = self.get_base_layer()
+        if not (isinstance(base, nn.Linear) and isinstance(base, EncodedModule)):
+            super().olora_init(adapter_name)
+            return
+        dense = self.base_layer = dense_linear(base, torch.float32)
+        try:
+            super().olora_init(adapter_name)
+        finally:
+            self.base_layer = base
+        base.encode_("weight", dense.weight)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> EncodedLoraLinear:
+        self.merged_dtype = dtype_after(fn, self.merged_dtype)  # `to`, `half` and the like
+        super()._apply(fn, recurse)
+        return self
+
 
 def dense_linear(layer: nn.Linear, dtype: torch.dtype) -> nn.Linear:
     """An ordinary linear layer with the numbers of an encoded one; the bias is copied."""
@@ -85,8 +106,35 @@ def over_encoded(config: LoraConfig) -> LoraConfig:
 class FrugalPeftModel(PeftModelForCausalLM):  # type: ignore[misc]
     """A PEFT model whose base may be encoded."""
 
-    base_record: dict[str, str] = {}  # noqa: RUF012  replaced, never changed
-    """What the adapter is trained on, for the metadata of its file; also when PEFT saves it."""
+    @property
+    def base_record(self) -> dict[str, str]:
+        """What the adapter is trained on, for the metadata of its file; also when PEFT saves it.
+
+        Kept with the base, so that the next adapter on it (`unload`, then `frugal.get_peft_model`) has it too.
+        """
+        found: dict[str, str] = getattr(self.get_base_model(), "frugal_base_record", {})
+        return found
+
+    @base_record.setter
+    def base_record(self, record: dict[str, str]) -> None:
+        self.get_base_model().frugal_base_record = record
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in; tables of a checkpoint may be kept in another dtype."""
+        base = self.get_base_model()
+        found: torch.dtype = compute_dtype(base) or base.dtype
+        return found
+
+    def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **options: Any) -> Any:
+        """As PEFT does it, over encoded layers and 16-bit tables too."""
+        if isinstance(peft_config, LoraConfig):
+            over_encoded(peft_config)
+            tokens = peft_config.trainable_token_indices is not None
+            prepare_trained(self.get_base_model(), peft_config.modules_to_save or [], trains_tokens=tokens)
+        found = super().add_adapter(adapter_name, peft_config, *args, **options)
+        compute_in(self, self.dtype)
+        return found
 
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
         """(trained values, all values): an encoded weight counts as the matrix it stands for, not as its bytes."""

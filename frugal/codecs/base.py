@@ -13,6 +13,8 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from frugal.errors import ModelError
+
 
 @runtime_checkable
 class EncodedWeight(Protocol):
@@ -110,3 +112,30 @@ def chunk(tensor: Tensor, rank: int, world_size: int) -> Tensor:
     """The rows of ``rank``, cut as `torch.chunk` cuts: ceil(rows / world_size) each, the last ranks fewer or none."""
     step = -(tensor.shape[0] // -world_size)
     return tensor[min(rank * step, tensor.shape[0]) : (rank + 1) * step]
+
+
+def refuse_absent(tensors: Mapping[str, Tensor], device: torch.device, values: Mapping[str, int] | None = None) -> None:
+    """Raise ModelError when a tensor that a product on ``device`` reads has no bytes, or not as many ``values``.
+
+    torch reads what happens to lie in memory then: a result like any other, and nothing raised. Absent is a tensor on
+    the meta device, one whose storage was freed, and one element that stands for all of them.
+    """
+    if device.type == "meta":  # a plan: nothing is read
+        return
+    for name, tensor in tensors.items():
+        count = tensor.numel()
+        wanted = count if values is None else values[name]
+        # Only plain tensors have a storage of their own: not fake ones of a plan, not DTensor.
+        stored = tensor.untyped_storage().nbytes() if type(tensor) in (Tensor, nn.Parameter) else None
+        if tensor.device.type == "meta":
+            what = "is on the meta device, without memory"
+        elif count != wanted:
+            what = f"has {count} of {wanted} values"
+        elif stored is not None and stored < count * tensor.itemsize:
+            what = f"has {stored} of {count * tensor.itemsize} bytes"
+        else:
+            continue
+        raise ModelError(
+            f"A weight that is not there was used: its tensor `{name}` {what}. Load the model with frugal.load, or "
+            "fill the layer (NF4Linear.encode_) before it is called."
+        )

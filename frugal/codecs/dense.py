@@ -8,6 +8,7 @@ Widening is exact, so results are those of a float32 copy of the same weights.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from frugal.codecs.base import EncodedModule, chunk
+from frugal.codecs.base import EncodedModule, chunk, refuse_absent
 
 BLOCK_BYTES = 16 << 20  # of one widened block of head rows
 
@@ -108,9 +109,16 @@ class UpcastEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Look up ids [...] and return [..., embedding_dim] in ``compute_dtype``."""
+        refuse_absent({"weight": self.weight}, input.device)
         rows = super().forward(input).to(self.compute_dtype)
         scale = getattr(self, "embed_scale", None)
         return rows if scale is None else rows * scale.to(self.compute_dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> UpcastEmbedding:
+        """``to``, ``half`` and the like: what is computed in follows, as it does in every other module."""
+        self.compute_dtype = dtype_after(fn, self.compute_dtype)
+        super()._apply(fn, recurse)
+        return self
 
 
 class UpcastLinear(nn.Linear):
@@ -118,12 +126,24 @@ class UpcastLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input [..., in_features] -> [..., out_features] in the input's dtype."""
+        refuse_absent({"weight": self.weight}, input.device)
         if self.weight.dtype == input.dtype:
             return super().forward(input)
         if self.weight.requires_grad:
             return F.linear(input, self.weight.to(input.dtype), _like(self.bias, input))
         out: torch.Tensor = _BlockLinear.apply(input, self.weight)
         return out if self.bias is None else out + self.bias.to(input.dtype)
+
+
+def dtype_after(change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.dtype:
+    """What ``change``, the function that `nn.Module._apply` is given, makes of tensors of ``dtype``."""
+    return change(torch.empty(1, dtype=dtype)).dtype
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype | None:
+    """What ``model`` computes in where its tables are kept in another dtype; None where they are not."""
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    return next((table.compute_dtype for table in tables if hasattr(table, "compute_dtype")), None)
 
 
 def _like(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor | None:

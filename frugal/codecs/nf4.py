@@ -16,7 +16,7 @@ from bitsandbytes import functional as bnb
 from torch import nn
 from torch.nn import functional as F
 
-from frugal.codecs.base import EncodedModule, chunk
+from frugal.codecs.base import EncodedModule, chunk, refuse_absent
 from frugal.codecs.nf4_codes import BLOCK, NESTED_BLOCK, block_scales, quantize_blocks
 
 _QUANTIZE_STEP = 1 << 17  # elements quantised at a time on the CPU, a multiple of BLOCK
@@ -59,6 +59,14 @@ class NF4Tensors:
         """The stored tensors by name."""
         found = {name: getattr(self, name) for name in _PARTS}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def refuse_absent(self, device: torch.device) -> None:
+        """Raise ModelError when bytes of this parameter are not there for a product on ``device``."""
+        values = torch.Size(self.shape[-2:]).numel()
+        blocks = -(values // -BLOCK)
+        sizes = {"packed": -(values // -2), "absmax": blocks, "nested_absmax": -(blocks // -NESTED_BLOCK), "offset": 1}
+        experts = self.shape[0] if len(self.shape) == 3 else 1
+        refuse_absent(self.tensors(), device, {name: size * experts for name, size in sizes.items()})
 
     def expert(self, index: int) -> NF4Tensors:
         """The matrix of one expert, as views: stored as if it had been quantised by itself."""
@@ -313,6 +321,7 @@ class _NF4Product(torch.autograd.Function):
         ctx.save_for_backward(packed, absmax, nested_absmax, offset)
         ctx.shape = shape
         nf4 = NF4Tensors(packed, absmax, nested_absmax, offset, shape)
+        nf4.refuse_absent(x.device)
         blocks = _row_blocks(shape, x.dtype)
         if len(blocks) == 1:
             return F.linear(x, dequantize_nf4(nf4, x.dtype))
@@ -329,6 +338,7 @@ class _NF4Product(torch.autograd.Function):
             return None, None, None, None, None, None
         packed, absmax, nested_absmax, offset = ctx.saved_tensors
         nf4 = NF4Tensors(packed, absmax, nested_absmax, offset, ctx.shape)
+        nf4.refuse_absent(grad.device)
         flat = grad.reshape(-1, ctx.shape[0])
         blocks = _row_blocks(ctx.shape, grad.dtype) if grad.dtype == torch.float32 else [(0, ctx.shape[0])]
         grad_x = None

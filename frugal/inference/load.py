@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from frugal.adapters.peft_model import base_record
+from frugal.adapters.trained import widen_trained_tables
 from frugal.checkpoints.run_folder import RunFolder, check_depth, open_run, other_base
 from frugal.config import Config, LoraSection, MemorySection, load_config
 from frugal.data import choose_template
@@ -124,12 +125,18 @@ def load_run(
         fused=for_training,
         split_head=False,
     )
-    model = build(spec).model
+    model = _for_others(build(spec).model)
     if not spec.trainable:
         model.eval()
     system = opened.config.data.system_prompt if opened.config is not None else None
     loaded = LoadedRun(model, tokenizer, where, system, _generation(opened), warnings, _clock(opened))
     return _for_training(loaded, opened.config) if for_training else loaded
+
+
+def _for_others(model: Any) -> Any:
+    """``model``, ready for adapters that others put on its base: rows of a table of 16 bits may be trained."""
+    model.get_base_model().register_forward_pre_hook(widen_trained_tables)
+    return model
 
 
 def _for_training(loaded: LoadedRun, config: Config | None) -> LoadedRun:
@@ -283,7 +290,7 @@ def _load_fresh(config: Config, lora: LoraSection, device: str | None, for_train
         fused=for_training,
         split_head=False,
     )
-    model = build(spec).model
+    model = _for_others(build(spec).model)
     model.base_record = base_record(
         settings.quantize,
         double_quant=settings.bnb_4bit_use_double_quant,

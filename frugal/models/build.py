@@ -134,7 +134,7 @@ def build(spec: ModelSpec, weights: Weights = "files", on_layer: OnLayer | None 
         compute_in(model, spec.dtype)
         model.base_record = base_record(spec.quantize, double_quant=spec.double_quant)
     if prove and spec.quantize != "none":
-        base.hf_quantizer = EncodedBase(spec.dtype)
+        base.hf_quantizer = EncodedBase()
     replace = partial(
         replace_modules, model, compute_dtype=spec.dtype, mlp_tile_tokens=spec.mlp_tile_tokens, prove=prove
     )

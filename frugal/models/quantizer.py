@@ -11,6 +11,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from frugal.adapters.peft_model import dense_linear
 from frugal.codecs.base import EncodedModule, encoded_parts
+from frugal.codecs.dense import compute_dtype
 
 
 class EncodedBase(HfQuantizer):  # type: ignore[misc]
@@ -19,10 +20,8 @@ class EncodedBase(HfQuantizer):  # type: ignore[misc]
     A folder of packed bytes under the names of weights could not be loaded by anyone.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        """``dtype``: of dense weights, what the model computes in."""
+    def __init__(self) -> None:
         super().__init__(QuantizationConfigMixin(quant_method="frugal"))
-        self.dtype = dtype
 
     def is_serializable(self) -> bool:
         """True: what is saved is dense."""
@@ -36,6 +35,7 @@ class EncodedBase(HfQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The model's tensors, encoded ones dense in the dtype that the model computes in."""
         state: dict[str, Tensor] = model.state_dict()
+        dtype = _computes_in(model)
         for name, module in model.named_modules():
             for part, stored in encoded_parts(module).items():
                 prefix = f"{name}." if name else ""
@@ -43,11 +43,19 @@ class EncodedBase(HfQuantizer):  # type: ignore[misc]
                     state.pop(f"{prefix}{one}", None)
                 assert isinstance(module, EncodedModule)
                 encoded = module.encoded(part)
-                state[f"{prefix}{part}"] = encoded.dequantize_rows(0, encoded.shape[0], self.dtype)
+                state[f"{prefix}{part}"] = encoded.dequantize_rows(0, encoded.shape[0], dtype)
         return state, {}
 
-    def _dequantize(self, model: nn.Module, dtype: Any = None) -> nn.Module:
+    def dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        """``model`` with dense weights in the dtype that it computes in; all of it in ``dtype`` where one is given."""
+        computes_in = _computes_in(model)
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear) and isinstance(module, EncodedModule):
-                model.set_submodule(name, dense_linear(module, self.dtype))
-        return model
+                model.set_submodule(name, dense_linear(module, computes_in))
+        self.remove_quantization_config(model)
+        return model if dtype is None else model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+
+
+def _computes_in(model: Any) -> torch.dtype:
+    dtype: torch.dtype = compute_dtype(model) or model.dtype
+    return dtype

@@ -1,14 +1,16 @@
-"""A frugal model in other people's code (P01 to P04, P07): PEFT's merging, saving, loading and counting over NF4."""
+"""A frugal model in other people's code (P01 to P05, P07): PEFT's merging, saving, loading and counting over NF4."""
 
 from __future__ import annotations
 
+import copy
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -40,9 +42,12 @@ def model(tiny_llama_folder: Path) -> Any:
     return adapted(tiny_llama_folder)
 
 
-@pytest.mark.parametrize("safe", [False, True])
-def test_merge_and_unload_gives_a_dense_model_with_the_same_answers(model: Any, safe: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("safe", "for_training"), [(False, False), (True, False), (False, True)])
+def test_merge_and_unload_gives_a_dense_model_with_the_same_answers(
+    tiny_llama_folder: Path, safe: bool, for_training: bool, tmp_path: Path
+) -> None:
     """P01, and P04: what it saves is loaded by transformers."""
+    model = adapted(tiny_llama_folder, for_training=for_training)
     want = logits(model)
     merged = model.merge_and_unload(safe_merge=safe)
     assert not any(isinstance(module, NF4Linear) for module in merged.modules())
@@ -81,7 +86,7 @@ def test_two_adapters_merge_and_a_broken_one_changes_nothing(model: Any) -> None
     assert not layer.merged
 
 
-def test_unload_and_save_pretrained_writes_dense_weights(model: Any, tmp_path: Path) -> None:
+def test_unload_and_save_pretrained_writes_dense_weights(model: Any, tiny_llama_folder: Path, tmp_path: Path) -> None:
     """P04"""
     with model.disable_adapter():
         want = logits(model)
@@ -91,6 +96,8 @@ def test_unload_and_save_pretrained_writes_dense_weights(model: Any, tmp_path: P
     torch.testing.assert_close(logits(again), want, rtol=0, atol=1e-5)
     torch.testing.assert_close(logits(base.dequantize()), want, rtol=0, atol=1e-5)
     assert not any(isinstance(module, NF4Linear) for module in base.modules())
+    again = adapted(tiny_llama_folder).dequantize(dtype=torch.bfloat16)
+    assert {value.dtype for value in again.parameters()} == {torch.bfloat16}
 
 
 def test_what_it_was_trained_on_travels_when_peft_saves(model: Any, tiny_llama_folder: Path, tmp_path: Path) -> None:
@@ -141,3 +148,105 @@ def test_counts_are_those_of_the_dense_model(model: Any, tiny_llama_folder: Path
         LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
     )
     assert model.get_nb_trainable_parameters() == stock.get_nb_trainable_parameters()
+
+
+@pytest.fixture(scope="module")
+def bf16_folder(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base as most are published: 16 bits, so tables stay in 16 bits while a CPU computes in float32."""
+    folder = tmp_path_factory.mktemp("bf16")
+    shutil.copytree(tiny_llama_folder, folder, dirs_exist_ok=True)
+    AutoModelForCausalLM.from_pretrained(tiny_llama_folder, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def bare(folder: Path) -> Any:
+    return frugal.load(str(folder), device="cpu").model.unload()
+
+
+OWN = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
+
+
+@pytest.mark.parametrize("way", ["peft", "frugal", "add_adapter"])
+def test_rows_of_a_16_bit_table_are_trained(way: str, bf16_folder: Path) -> None:
+    """P05: the same loss and gradients as stock PEFT over the dequantised base in float32."""
+    config = LoraConfig(**OWN, trainable_token_indices=[7, 90], task_type="CAUSAL_LM", init_lora_weights=False)
+    stock = get_peft_model(bare(bf16_folder).dequantize().float(), copy.deepcopy(config))
+    if way == "add_adapter":
+        model = frugal.load(str(bf16_folder), device="cpu").model
+        model.add_adapter("own", config)
+        model.set_adapter("own")
+    else:
+        model = (get_peft_model if way == "peft" else frugal.get_peft_model)(bare(bf16_folder), config)
+    name = model.active_adapter
+    own = {key.replace("default", name): value for key, value in stock.state_dict().items() if "default" in key}
+    assert not model.load_state_dict(own, strict=False).unexpected_keys
+    losses = []
+    for each in (stock, model):
+        loss = each(IDS, labels=IDS).loss
+        loss.backward()
+        losses.append(loss.detach())
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    found = dict(model.named_parameters())
+    trained = {key: value.grad for key, value in stock.named_parameters() if value.grad is not None}
+    assert any("trainable_tokens_delta" in key for key in trained)
+    for key, gradient in trained.items():
+        torch.testing.assert_close(found[key.replace("default", name)].grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_olora_takes_its_start_out_of_the_4_bit_base(bf16_folder: Path, tmp_path: Path) -> None:
+    """P05: as over bitsandbytes, the rest is quantised again; the saved adapter finds the same base."""
+    config = LoraConfig(**OWN, init_lora_weights="olora")
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    stock = get_peft_model(bare(bf16_folder).dequantize(), copy.deepcopy(config)).get_submodule(name)
+    model = frugal.get_peft_model(bare(bf16_folder), config)
+    layer = model.get_submodule(name)
+    assert isinstance(layer.base_layer, NF4Linear)
+    assert torch.equal(layer.get_delta_weight("default"), stock.get_delta_weight("default"))
+    assert torch.equal(layer.base_layer.dequantize(), NF4Linear.from_linear(stock.base_layer).dequantize())
+    want = logits(model)
+    model.save_pretrained(tmp_path)
+    again = frugal.load(tmp_path, base=bf16_folder, device="cpu")
+    torch.testing.assert_close(logits(again.model), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(again.model.merge_and_unload()), want, rtol=0, atol=1e-5)
+
+
+def test_a_config_of_your_own_merges_and_remembers_its_base(bf16_folder: Path, tmp_path: Path) -> None:
+    """P01, P02: layers that `frugal.get_peft_model` and `add_adapter` put on merge too, beside those of frugal."""
+    model = frugal.get_peft_model(bare(bf16_folder), LoraConfig(**OWN, init_lora_weights=False))
+    assert frugal.load(str(bf16_folder), device="cpu").model.base_record == model.base_record
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+    want = logits(model)
+    model.merge_adapter()
+    torch.testing.assert_close(logits(model), want, rtol=0, atol=1e-5)
+    model.unmerge_adapter()
+    assert torch.equal(logits(model), want)
+    with pytest.raises(UnsupportedError, match=r"LoraConfig, got IA3Config.*dequantize"):
+        frugal.get_peft_model(model.unload(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+
+
+def test_whole_modules_are_named_as_peft_names_them(bf16_folder: Path) -> None:
+    """P05: by the end of a name; the copy is float32 and trains."""
+    model = frugal.get_peft_model(bare(bf16_folder), LoraConfig(**OWN, modules_to_save=["embed_tokens"]))
+    model(IDS, labels=IDS).loss.backward()
+    saved = model.get_base_model().get_input_embeddings().modules_to_save["default"]
+    assert saved.weight.dtype == torch.float32
+    assert saved.weight.grad.abs().sum() > 0
+    with pytest.raises(UnsupportedError, match="is stored in NF4"):
+        frugal.get_peft_model(
+            bare(bf16_folder), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["up_proj"])
+        )
+
+
+def test_dtype_is_that_of_the_computation_and_follows_to(bf16_folder: Path) -> None:
+    """P07"""
+    model = adapted(bf16_folder)
+    table = model.get_base_model().get_input_embeddings()
+    assert (model.dtype, logits(model).dtype, table.weight.dtype) == (torch.float32, torch.float32, torch.bfloat16)
+    want = logits(model)
+    model.to(torch.bfloat16)
+    assert (model.dtype, logits(model).dtype) == (torch.bfloat16, torch.bfloat16)
+    assert 0 < float((logits(model).float() - want).abs().max()) < 0.1
+    merged = model.merge_and_unload()
+    assert {value.dtype for value in merged.state_dict().values()} == {torch.bfloat16}
+    torch.testing.assert_close(logits(merged).float(), want, rtol=0, atol=0.1)

@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from frugal.codecs.base import refuse_absent
 from frugal.codecs.nf4 import NF4Tensors
 from frugal.ops.registry import implements, resolve
 from frugal.ops.simulated import sampled
@@ -60,15 +61,21 @@ def block_rows(n_columns: int, dtype: torch.dtype, device: torch.device) -> int:
 
 
 def row_blocks(weight: Weight, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Row ranges that cover the weight. One range on a GPU when it is dense and already in ``dtype``: no copy there."""
+    """Row ranges that cover the weight. One range on a GPU when it is dense and already in ``dtype``: no copy there.
+
+    Raises ModelError, at once, for a weight whose bytes are not there: everything that reads rows asks here first.
+    """
+    if isinstance(weight, NF4Tensors):
+        weight.refuse_absent(device)
+    elif isinstance(weight, Tensor):
+        refuse_absent({"weight": weight}, device)
     n_rows, n_columns = int(weight.shape[0]), int(weight.shape[1])
     step = block_rows(n_columns, dtype, device)
     if isinstance(weight, Tensor) and weight.dtype == dtype and device.type != "cpu":
         step = max(1, n_rows)
     like = weight if isinstance(weight, Tensor) else getattr(weight, "packed", None)
     starts = range(0, n_rows, step)
-    for start in starts if like is None else sampled(starts, like):
-        yield start, min(start + step, n_rows)
+    return ((start, min(start + step, n_rows)) for start in (starts if like is None else sampled(starts, like)))
 
 
 def matmul_t(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
