@@ -117,7 +117,7 @@ class UpcastEmbedding(nn.Embedding):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> UpcastEmbedding:
         """``to``, ``half`` and the like: what is computed in follows, as it does in every other module."""
         self.compute_dtype = dtype_after(fn, self.compute_dtype)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
@@ -142,8 +142,8 @@ def dtype_after(change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dty
 
 def compute_dtype(model: nn.Module) -> torch.dtype | None:
     """What ``model`` computes in where its tables are kept in another dtype; None where they are not."""
-    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
-    return next((table.compute_dtype for table in tables if hasattr(table, "compute_dtype")), None)
+    kept = (vars(module).get("compute_dtype") for module in model.modules() if isinstance(module, nn.Embedding))
+    return next((dtype for dtype in kept if dtype is not None), None)
 
 
 def _like(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor | None:
