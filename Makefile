@@ -49,11 +49,11 @@ $(INSTALLED): pyproject.toml setup.py $(VENV)/.asked
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo "Installing into $(VENV); the first time takes a few minutes."
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@
 
 $(DEEPSPEED): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS),deepspeed]'
+	PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS),deepspeed]'
 	@echo "DeepSpeed compiles an operation for CPUs, once; it takes a minute or two."
 	@if command -v c++ >/dev/null; \
 	then DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Op; Op().load(verbose=False)"; \

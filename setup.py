@@ -3,11 +3,15 @@
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["frugal", "frugal.*"]), "frugal.configs"],
-    package_dir={"frugal.configs": "configs"},
+    packages=[
+        *find_packages(include=["frugal", "frugal.*"]),
+        *("frugal.configs", "frugal.configs.accelerate", "frugal.web.templates"),  # data only
+    ],
+    package_dir={"frugal.configs": "configs", "frugal.configs.accelerate": "configs/accelerate"},
     package_data={
         "frugal.config": ["foreign_keys.yaml"],
-        "frugal.configs": ["*.yaml", "accelerate/*.yaml"],
-        "frugal.web": ["templates/*.jinja"],
+        "frugal.configs": ["*.yaml"],
+        "frugal.configs.accelerate": ["*.yaml"],
+        "frugal.web.templates": ["*.jinja"],
     },
 )
