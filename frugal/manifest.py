@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from frugal import __version__
 from frugal.decision import Decision
 from frugal.errors import CheckpointError
 from frugal.files import read_json, write_json
@@ -24,7 +25,6 @@ from frugal.files import read_json, write_json
 FORMAT = 1
 FILE_NAME = "manifest.json"
 PACKAGES = (
-    "frugal",
     "torch",
     "transformers",
     "peft",
@@ -40,7 +40,7 @@ PACKAGES = (
 
 def versions() -> dict[str, str]:
     """Versions of the packages that decide a result, of Python and of the platform. Imports none of them."""
-    found: dict[str, str] = {}
+    found = {"frugal": __version__}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import importlib
-import importlib.metadata
 import io
 import json
 import logging
@@ -46,7 +45,7 @@ app.add_typer(configs_app, name="configs")
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"frugal {importlib.metadata.version('frugal')}")
+        print(f"frugal {frugal.__version__}")
         raise typer.Exit
 
 

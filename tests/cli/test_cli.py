@@ -1,6 +1,5 @@
 """The command line as a user meets it: real processes, exit codes, what is printed where."""
 
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from frugal import __version__
 from frugal.cli.main import app, resume_argument
 
 CONFIG = "model: {base: m}\ndata: {train: rows.jsonl}\noutput: {dir: out}\n"
@@ -250,7 +250,7 @@ def test_version() -> None:
     """U10."""
     done = CliRunner().invoke(app, ["--version"])
     assert done.exit_code == 0
-    assert done.output == f"frugal {importlib.metadata.version('frugal')}\n"
+    assert done.output == f"frugal {__version__}\n"
 
 
 def without_heavy_imports(words: list[str], cwd: Path) -> tuple[str, str]:

@@ -35,7 +35,7 @@ def test_right_setups_pass_and_are_counted(outcomes: Outcomes) -> None:
                 assert share == pytest.approx(0.5 if kind in cut else 1.0, abs=0.03), (name, kind)
 
 
-@pytest.mark.skipif(not WITH_DEEPSPEED, reason="needs frugal[deepspeed]")
+@pytest.mark.skipif(not WITH_DEEPSPEED, reason="needs deepspeed")
 def test_zero(outcomes: Outcomes) -> None:
     for report in outcomes["zero"].reports:
         for stage, share in (("2", 1.0), ("3", 0.5)):

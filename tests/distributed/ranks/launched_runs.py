@@ -17,7 +17,7 @@ from frugal.run.train import train
 from tests.distributed.ranks.harness import ROOT, free_port, group_environment
 from tests.support import runs
 
-WITH_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs frugal[deepspeed]")
+WITH_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 ENVIRONMENT = {key: value for key, value in group_environment(2).items() if not key.endswith("_SIZE")}
 del ENVIRONMENT["MASTER_ADDR"], ENVIRONMENT["MASTER_PORT"], ENVIRONMENT["ACCELERATE_USE_CPU"]
 
