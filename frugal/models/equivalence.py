@@ -22,6 +22,7 @@ PROBE_TOKENS = 13
 """Tokens of each row that a whole model is compared on."""
 _PADDED = 4  # tokens at the end of the last row
 Call = Callable[[nn.Module, Tensor], Tensor]
+DOES_NOT_FIT = "the replacement does not fit it: "
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 
 
@@ -109,7 +110,7 @@ def mismatch(
         try:
             got = _outcome(new, x, call)
         except CANNOT_RUN as failure:
-            return f"the replacement does not fit it: {failure}"
+            return f"{DOES_NOT_FIT}{failure}"
     return difference(want, got, tolerance(dtype))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from frugal.adapters.peft_model import EncodedLoraLinear
 from frugal.model_structure import input_device, inside, stacked_experts
-from frugal.models.equivalence import mismatch
+from frugal.models.equivalence import CANNOT_RUN, DOES_NOT_FIT, mismatch
 from frugal.models.lora_layers import lora_weights
 from frugal.models.modules.attention import FrugalAttention, attention_candidate, attention_mismatch
 from frugal.models.modules.fused import FrugalGatedMLP, FrugalLoraLinear, FrugalRMSNorm, known_activation
@@ -65,6 +65,16 @@ class ReplacementReport:
     def kept(self) -> list[Replacement]:
         """Modules that stayed, each with its reason."""
         return [row for row in self.rows if row.became is None]
+
+    def common_failure(self) -> str | None:
+        """What every replacement that was tried raised, when all of them did: a fault of the machine, not of modules.
+
+        None when one was replaced, or failures differ.
+        """
+        raised = {row.reason for row in self.rows if row.reason.startswith(DOES_NOT_FIT)}
+        if self.replaced or len(raised) != 1 or len({row.was for row in self.rows if row.reason in raised}) < 2:
+            return None
+        return raised.pop().removeprefix(DOES_NOT_FIT)
 
     def groups(self) -> list[tuple[Replacement, int]]:
         """Rows that differ in layer numbers only, joined: (row with ``*`` for numbers, how many)."""
@@ -201,7 +211,11 @@ def _norm_candidate(module: nn.Module, prove: bool) -> Candidate | None:
         want = module(probe[None])
         for offset in (0.0, 1.0):
             candidate = FrugalRMSNorm(module, eps, offset)
-            if float((candidate(probe[None]) - want).abs().max()) <= 1e-2 * float(want.abs().max()):
+            try:
+                got = candidate(probe[None])
+            except CANNOT_RUN as failure:
+                return f"{DOES_NOT_FIT}{failure}"
+            if float((got - want).abs().max()) <= 1e-2 * float(want.abs().max()):
                 return candidate
     return f"{type(module).__name__} is no RMSNorm with weight or 1 + weight"
 

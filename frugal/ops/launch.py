@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime.jit import mangle_type
 
 from frugal.device import describe
 from frugal.ops.tile_table import TILES
@@ -54,6 +53,8 @@ class Launch:
 
         Integers that are 1 and None become constants; pointers and integers that are multiples of 16 are marked.
         """
+        from triton.runtime.jit import mangle_type  # an internal name of Triton's: launching must not depend on it
+
         signature: dict[str, str] = {}
         constants: dict[str, Any] = {}
         attributes: dict[tuple[int], list[list[Any]]] = {}

@@ -130,7 +130,9 @@ def no_triton(device: Device, dtype: torch.dtype) -> str | None:
         return f"not supported on {device.label}: Triton compiles for sm_75 and later"
     if dtype is torch.bfloat16 and not device.has_bf16:
         return f"bfloat16 is only emulated on {device.label}: use float16"
-    return triton_missing() if device.here else None
+    if not device.here:
+        return None
+    return triton_missing() or (launch_refusal(device.index) if torch.cuda.is_available() else None)
 
 
 def no_tensor_cores(device: Device) -> str | None:
@@ -148,6 +150,45 @@ def triton_missing() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton; wheels exist for Linux on x86-64)"
     return None
+
+
+@functools.cache
+def launch_refusal(index: int) -> str | None:
+    """Why no kernel can be launched on CUDA device ``index`` of this machine; None when one was.
+
+    A launch is tried, once a process, before a run loads its base: what is missing (a C compiler, Python's headers, a
+    cache folder) is seen by nothing else, and would end a run at its first kernel.
+    """
+    try:
+        importlib.import_module("frugal.ops.first_launch").launch_once(index)
+    except Exception as error:  # whatever compiler, driver and loader raise: kernels are not needed, and it is said
+        return _no_launch(error)
+    return None
+
+
+_WAYS_OUT = (
+    (
+        ("c compiler", "python.h", "gcc", "clang", "cc1", "calledprocesserror"),
+        "Triton compiles a small C module at its first launch: install a C compiler and Python's headers "
+        "(apt install gcc python3-dev), or set CC",
+    ),
+    (
+        ("permission", "read-only", "no space left", "cache"),
+        "Triton's cache folder must be writable and have room: set TRITON_CACHE_DIR to a folder that is",
+    ),
+    (("libcuda", "ldconfig"), "Triton looks for libcuda.so through ldconfig: install the driver's library, or set "
+     "TRITON_LIBCUDA_PATH"),
+)  # fmt: skip
+
+
+def _no_launch(error: Exception) -> str:
+    told = f"{type(error).__name__}: {str(error).strip()}".rstrip(": ")
+    ways = [way for words, way in _WAYS_OUT if any(word in told.lower() for word in words)]
+    first_line = told.split("\n", 1)[0][:300].rstrip(".")
+    return f"no Triton kernel can be launched here: {first_line}. {ways[0] if ways else _ANY_WAY}"
+
+
+_ANY_WAY = "Look at the versions of triton, torch and the driver (frugal doctor)"
 
 
 def attention_size_refusal(head_size: int, dtype: torch.dtype) -> str | None:

@@ -161,6 +161,11 @@ class RunEvents:
             self._decided("modules", f"{replaced} fused, {kept} stock", "each proven equal, or left alone")
             self.manifest.add("modules", model.replacements.to_json())
             self.say(f"fused modules: {replaced}, left as they are: {kept} (manifest.json says why)")
+            if (failure := model.replacements.common_failure()) is not None:
+                self.warn(
+                    f"no module could be replaced, all for one reason: {failure}. Training goes on with transformers' "
+                    "own, which need more memory; `frugal doctor` looks at each operation."
+                )
         self._decided("loss", "chunked, no logits" if head.exact else "stock logits", head.reason)
 
     def measured(self, forecast: Forecast, result: WarmupResult, fallback: OutOfMemoryFallback) -> None:

@@ -29,6 +29,7 @@ from frugal.models.resolve import ResolvedModel
 from frugal.models.skeleton import build_meta
 from frugal.models.tokenizer import new_token_ids, rows_needed
 from frugal.ops.registry import check_attention
+from frugal.ops.rows import no_triton
 from frugal.run.memory import Forecast, forecast, make_planner
 from frugal.run.sharing import asked_engine, share
 from frugal.training.device import device_of, make_accelerator
@@ -83,8 +84,15 @@ def open_machine(config: Config) -> Machine:
         loss_scaling=needs_loss_scaling(dtype.value),
         world_size=ranks.world_size(),
     )
-    notes = [note for note in (*launch.notes, unused_gpus(launch, gpus)) if note]
+    notes = [note for note in (*launch.notes, unused_gpus(launch, gpus), _without_kernels(device)) if note]
     return Machine(accelerator, launch, device, dtype, in_backward, notes)
+
+
+def _without_kernels(device: Device) -> str | None:
+    """Says that this GPU trains without kernels; the first launch of one is tried here, before anything is loaded."""
+    if device.kind != "cuda" or (reason := no_triton(device, torch.float32)) is None:
+        return None
+    return f"warning: operations take their torch forms, which are slower: {reason}"
 
 
 @dataclass(frozen=True)
