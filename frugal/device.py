@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import re
+import shutil
+import subprocess
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -74,6 +78,110 @@ class Device:
 def probe() -> Device:
     """The device this process would train on: the current CUDA device, else the CPU."""
     return describe("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def usable() -> Device:
+    """`probe`, where this process can compute on it. Call this before any download.
+
+    Raises UnsupportedError for a GPU that this torch has no kernels for, and for one that torch does not see although
+    it is there: training would silently run on the CPU.
+    """
+    device = probe()
+    reason = no_kernels(device) if device.kind == "cuda" else unseen_gpu()
+    if reason is not None:
+        raise UnsupportedError(reason)
+    return device
+
+
+def asked_for_cpu() -> bool:
+    """Whether the environment says to leave GPUs alone, as CUDA and accelerate understand it."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    by_accelerate = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+    return by_accelerate or (hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"))
+
+
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+"""CUDA's major version, of a torch build -> the oldest driver that runs it."""
+_CPU_ALL_THE_SAME = "To use the CPU all the same, unset all GPUs: CUDA_VISIBLE_DEVICES= frugal ..."
+
+
+def unseen_gpu() -> str | None:
+    """What to do about an NVIDIA GPU of this machine that torch cannot use; None without one, or where the CPU was
+    asked for."""
+    if torch.cuda.is_available() or asked_for_cpu() or torch.version.hip is not None:
+        return None
+    found = _by_driver()
+    if found is None:
+        return None
+    name, driver = found
+    told = f"This machine has an NVIDIA GPU ({name}{f', driver {driver}' if driver else ''})"
+    cuda = torch.version.cuda
+    if cuda is None:
+        return (
+            f"{told}, and torch {torch.__version__} is a build without CUDA: the run would be on the CPU. Install "
+            f"torch for CUDA (pytorch.org has the command). {_CPU_ALL_THE_SAME}"
+        )
+    needed = OLDEST_DRIVER.get(int(cuda.split(".")[0]))
+    major = int(driver.split(".")[0]) if driver.split(".")[0].isdigit() else None
+    if needed is not None and major is not None and major < needed:
+        older = [version for version, oldest in OLDEST_DRIVER.items() if oldest <= major]
+        other = f", or install a torch built for CUDA {max(older)} (pytorch.org has the command)" if older else ""
+        return (
+            f"{told}, and torch {torch.__version__} is built for CUDA {cuda}, which needs driver {needed} or later: "
+            f"the run would be on the CPU. Update the driver{other}. {_CPU_ALL_THE_SAME}"
+        )
+    return (
+        f"{told}, and torch {torch.__version__} (CUDA {cuda}) cannot start CUDA on it ({_why_not_started()}): the run "
+        f"would be on the CPU. `nvidia-smi` must work here, in a container too (docker run --gpus all). "
+        f"{_CPU_ALL_THE_SAME}"
+    )
+
+
+def _by_driver() -> tuple[str, str] | None:
+    """(name, driver's version) of the first NVIDIA GPU, asked of the driver, not of torch; None without one."""
+    tool = shutil.which("nvidia-smi")
+    if tool is not None:
+        asked = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        first = next((line for line in done.stdout.splitlines() if line.count(",") == 1), None)
+        # it answers with a complaint where there is a driver and no GPU
+        return None if done.returncode or first is None else (first.split(",")[0].strip(), first.split(",")[1].strip())
+    return ("/dev/nvidia0", "") if Path("/dev/nvidia0").exists() else None
+
+
+def _why_not_started() -> str:
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().split("\n", 1)[0][:200].rstrip(".") or type(error).__name__
+    return "no reason given"
+
+
+def no_kernels(device: Device) -> str | None:
+    """Why this torch cannot compute on ``device``, a CUDA device that it sees; None when it can."""
+    built = torch.cuda.get_arch_list()
+    if device.capability is None or not built or any(_runs(arch, device.capability) for arch in built):
+        return None
+    older = "An older torch has them" if device.capability < (7, 5) else "A torch built for a newer CUDA has them"
+    return (
+        f"{device.name}{_capability(device)}: torch {torch.__version__} has no kernels for it, only for "
+        f"{', '.join(built)}. {older} (pytorch.org lists which). {_CPU_ALL_THE_SAME}"
+    )
+
+
+def _runs(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether code built for ``arch`` runs on a GPU of ``capability``: binaries within the major version on the same or
+    a later minor one (with the suffix a: on the same alone), PTX (compute_) on anything later."""
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+    if found is None:
+        return False
+    made = (int(found[2]), int(found[3]))
+    if found[4] == "a":
+        return made == capability
+    return made <= capability if found[1] == "compute" else made[0] == capability[0] and made <= capability
 
 
 def describe(device: torch.device | str) -> Device:

@@ -17,7 +17,7 @@ from frugal.adapters.trained import widen_trained_tables
 from frugal.checkpoints.run_folder import RunFolder, check_depth, open_run, other_base
 from frugal.config import Config, LoraSection, MemorySection, load_config
 from frugal.data import choose_template
-from frugal.device import Device, describe, probe, resolve_dtype
+from frugal.device import Device, describe, resolve_dtype, usable
 from frugal.errors import ConfigError, UnsupportedError
 from frugal.exports.merge_plan import fit_adapter
 from frugal.files import read_json
@@ -103,6 +103,7 @@ def load_run(
         CheckpointError: no adapter there, or its keys or shapes do not fit the base.
         UnsupportedError: ``quantize`` is not what the adapter was trained on.
     """
+    where = _device(device)
     opened = open_run(run)
     kept = _kept(opened, quantize)
     source = opened.base_source(base, trust_remote_code=trust_remote_code)
@@ -110,7 +111,6 @@ def load_run(
     fit_adapter(source.path, opened.adapter, trust_remote_code=trust_remote_code)  # before any weight is read
     warnings = _warnings(opened, source, allow_other_base, trust_remote_code)
     tokenizer = _tokenizer(opened, source, trust_remote_code)
-    where = _device(device)
     asked = opened.config.model.dtype if opened.config is not None else "auto"
     spec = ModelSpec(
         source=source,
@@ -183,7 +183,7 @@ def load_bare(
 def _device(asked: str | None) -> Device:
     """The device asked for, else the best one here."""
     if asked is None:
-        return probe()
+        return usable()
     device = torch.device(asked)
     if device.type != "cpu" and (device.type != "cuda" or not torch.cuda.is_available()):
         raise UnsupportedError(f"device {asked!r} is not here; allowed: cpu, and cuda:N where torch sees a GPU.")

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from frugal.decision import Decision
-from frugal.device import BF16_FROM, Device, find_gpu, probe, resolve_dtype
+from frugal.device import BF16_FROM, Device, find_gpu, resolve_dtype, usable
 from frugal.errors import UnsupportedError
 from frugal.planning.architectures import known_architecture
 from frugal.planning.source import configuration_folder
@@ -35,11 +35,12 @@ class Planned(Device):
 def planned_device(dtype: str, *, gpu: str | None, vram: str | None, host_ram: str | None) -> Planned:
     """The device that was named, else the one found. ``vram`` alone is a GPU of that size with bfloat16.
 
-    Raises ConfigError for a name or size that cannot be read, UnsupportedError for a dtype the device has not.
+    Raises ConfigError for a name or size that cannot be read, UnsupportedError for a dtype the device has not, and
+    where none was named and the GPU of this machine cannot be used.
     """
     host = parse_size(host_ram, "--host-ram") if host_ram is not None else 0
     if gpu is None and vram is None:
-        found = probe()
+        found = usable()
         host = host or int(psutil.virtual_memory().total)
         return Planned.of(found, host_bytes=host, dtype=resolve_dtype(dtype, found))
     total = parse_size(vram, "--vram") if vram is not None else 0

@@ -18,7 +18,7 @@ from frugal.adapters.targets import tied_too
 from frugal.config import Config
 from frugal.data import PreparedData
 from frugal.decision import Decision
-from frugal.device import Device, needs_loss_scaling, resolve_dtype
+from frugal.device import Device, needs_loss_scaling, resolve_dtype, usable
 from frugal.distributed import group as ranks
 from frugal.distributed.launch import Launch, check_group, read_launch, unused_gpus
 from frugal.distributed.strategy import Strategy
@@ -66,6 +66,7 @@ def open_machine(config: Config) -> Machine:
 
     Raises ConfigError or UnsupportedError for what cannot be whatever the base is.
     """
+    usable()  # else a run would be on the CPU without a word, or end at its first kernel
     launch = read_launch()
     asked_engine(config, launch)  # raises where configuration and launcher contradict each other
     train = config.train

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from frugal.checkpoints.run_folder import check_depth, open_run
 from frugal.config import Config, load_config
 from frugal.data import build as build_data
-from frugal.device import probe, resolve_dtype
+from frugal.device import resolve_dtype, usable
 from frugal.errors import DataError
 from frugal.exports.merge_plan import fit_adapter
 from frugal.models.build import ModelSpec
@@ -75,6 +75,7 @@ def verify(
         ConfigError, DataError, CheckpointError: as training and loading do.
     """
     start = time.perf_counter()
+    usable()  # before a base is downloaded
     work, title = _work(what, base, trust_remote_code)
     needs: set[Need] = {"model"}
     needs |= {"rows"} if work.data is not None else set()
@@ -105,7 +106,7 @@ def _work(what: Any, base: str | Path | None, trust_remote_code: bool) -> tuple[
 
 
 def _spec(config: Config | None, source: ResolvedModel, tokenizer: Any) -> ModelSpec:
-    device = probe()
+    device = usable()
     rows = rows_needed(tokenizer, source.config())
     asked = "auto" if config is None else config.model.dtype
     spec = ModelSpec(

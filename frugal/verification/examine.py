@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frugal.decision import Decision
-from frugal.device import Device, needs_loss_scaling, probe, resolve_dtype
+from frugal.device import Device, needs_loss_scaling, no_kernels, probe, resolve_dtype, unseen_gpu
 from frugal.manifest import versions
 from frugal.ops.registry import choices
 from frugal.ops.rows import COMPILED_FOR, no_tensor_cores, no_triton
@@ -115,10 +114,9 @@ def evidence(device: Device, dtype: torch.dtype, checks: list[Check]) -> dict[st
 def notes(device: Device) -> list[str]:
     """What a user should know about this device."""
     found = []
-    if device.kind == "cpu" and shutil.which("nvidia-smi") is not None:
-        found.append(
-            "There is an NVIDIA driver, but torch sees no GPU: a torch build without CUDA, or CUDA_VISIBLE_DEVICES."
-        )
+    reason = no_kernels(device) if device.kind == "cuda" else unseen_gpu()
+    if reason is not None:
+        found.append(reason)
     if device.amd:
         found.append("ROCm is not supported: no kernel of frugal ever ran on an AMD GPU. The torch forms are used.")
     if device.mig:
