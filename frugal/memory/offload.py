@@ -6,6 +6,7 @@ return their space when they are dropped, so that a forward without a backward l
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 from frugal.memory.scratch import ScratchFile
-from frugal.memory.space import Regions, refuse_when_host_is_full
+from frugal.memory.space import Regions, is_out_of_memory, refuse_when_host_is_full
 from frugal.ops.simulated import is_fake
 
 
@@ -143,12 +144,28 @@ class HostArena:
         offset = self._regions.take(nbytes)
         try:
             while self._regions.top > self.nbytes:
-                refuse_when_host_is_full(self.slab_bytes)
-                self._slabs.append(torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self.pinned))
+                self._slabs.append(self._slab())
         except BaseException:
             self._regions.give_back(offset, nbytes)
             raise
         return offset
+
+    def _slab(self) -> torch.Tensor:
+        refuse_when_host_is_full(self.slab_bytes)
+        if self.pinned:
+            try:
+                return torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                # What may be pinned is often less than what there is (half of it under WSL). Copies from and to
+                # ordinary memory are right too, since the driver copies through a buffer of its own; they are slower.
+                self.pinned = False
+                warnings.warn(
+                    f"no more memory can be pinned ({error}): layer inputs go to ordinary host memory, which is slower",
+                    stacklevel=2,
+                )
+        return torch.empty(self.slab_bytes, dtype=torch.uint8)
 
     def give_back(self, offset: int, nbytes: int) -> None:
         """Return a region."""

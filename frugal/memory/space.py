@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import re
+import traceback
+from dataclasses import dataclass
+
 import psutil
 import torch
 
@@ -22,11 +28,59 @@ def refuse_when_host_is_full(nbytes: int) -> None:
         raise OutOfHostMemory(f"{nbytes:,} bytes wanted on the host, {available:,} are available")
 
 
+_HOST = re.compile(r"DefaultCPUAllocator|cudaHostAlloc|pin(ned)? memory", re.IGNORECASE)
+# The CUDA runtime and driver (pinned memory, modules, the context), Triton, NCCL and bitsandbytes: "out of memory".
+# cuBLAS, cuDNN and their kin: ..._STATUS_ALLOC_FAILED.
+_ANY = re.compile(rf"out of memory|STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|{_HOST.pattern}", re.IGNORECASE)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """CUDA's out-of-memory, the budget's, the host's reserve, or the CPU allocator's refusal."""
+    """Whether memory ran out, whoever noticed: torch's allocators, the budget, the host's reserve, or a library that
+    takes memory of its own beside torch's allocator, which is what fails first when the device is nearly full."""
     if isinstance(error, torch.OutOfMemoryError | OutOfBudget | OutOfHostMemory | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and bool(_ANY.search(str(error)))
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """One out-of-memory that was recovered from: what to do about it depends on whose memory it was, and when."""
+
+    reason: str
+    host: bool = False
+    """The host's memory ran out, not the device's."""
+    first: bool = False
+    """Nothing was tried about it yet: what failed has not been done a second time."""
+
+
+def recover(error: BaseException, *, first: bool = False) -> Shortage:
+    """After an out-of-memory: let go of what the failed attempt holds, caches of the device included.
+
+    Call it before anything is tried again, with any settings. What cannot be freed yet are the frames that still run.
+    """
+    clear_frames(error)
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return Shortage(str(error), is_of_host(error), first)
+
+
+def is_of_host(error: BaseException) -> bool:
+    """Whether an out-of-memory is the host's."""
+    known = isinstance(error, OutOfHostMemory | MemoryError | OSError)
+    return known or (isinstance(error, RuntimeError) and bool(_HOST.search(str(error))))
+
+
+def clear_frames(error: BaseException) -> None:
+    """Clear the local variables in an error's frames: a kept traceback must not keep model and optimizer alive."""
+    current: BaseException | None = error
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        current = current.__cause__ or current.__context__
 
 
 class Regions:

@@ -16,7 +16,7 @@ from frugal.decision import Decision
 from frugal.device import Device
 from frugal.distributed import group as ranks
 from frugal.errors import FrugalError
-from frugal.memory.space import is_out_of_memory
+from frugal.memory.space import is_out_of_memory, recover
 from frugal.planning.inputs import Planned
 from frugal.planning.planner import Plan, Planner
 from frugal.planning.simulated_model import Policy, Shape
@@ -135,14 +135,16 @@ def warm_up(
     Raises MemoryBudgetError when the fallback has nothing left to change.
     """
     limit = config.memory.budget_bytes if setup.device.type == "cpu" else None
+    first = True
     while True:
         try:
             return run_warmup_step(setup, first_step=first_step, limit_bytes=limit, save=save)
         except Exception as error:
             if not is_out_of_memory(error) or ranks.world_size() > 1:
                 raise
-            reason = str(error)
-        fallback.next(reason)
+            shortage = recover(error, first=first)
+        fallback.next(shortage)
+        first = False
 
 
 def measured_lines(found: Forecast, result: WarmupResult, taken: list[str]) -> list[str]:

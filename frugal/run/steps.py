@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from frugal.data import PreparedData, build
 from frugal.decision import Decision
 from frugal.device import Device
 from frugal.distributed import group as ranks
+from frugal.memory.space import is_of_host
 from frugal.models.build import BuiltModel, ModelSpec, OnLayer
 from frugal.models.build import build as build_model
 from frugal.models.resolve import ResolvedModel, resolve_base
@@ -99,23 +99,14 @@ def check_disk(config: Config, run_dir: Path, plan: TrainPlan, parameters: dict[
     check_space(run_dir, one_bytes=checkpoint_bytes(parameters, config.train.optim), kept=kept)
 
 
-def clear_frames(error: BaseException) -> None:
-    """Clear the local variables in an error's frames: a kept traceback must not keep model and optimizer alive."""
-    current: BaseException | None = error
-    seen: set[int] = set()
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        traceback.clear_frames(current.__traceback__)
-        current = current.__cause__ or current.__context__
-
-
-def out_of_memory(error: torch.OutOfMemoryError, held_bytes: int) -> str:
+def out_of_memory(error: BaseException, held_bytes: int) -> str:
     """What to tell after an out-of-memory, with what older objects of this process held before the run began."""
-    reason = str(error).split(". ", 1)[0]
+    reason = str(error).strip().split("\n", 1)[0].split(". ", 1)[0] or type(error).__name__
     older = ""
     if held_bytes > 0:
         older = f" {gib(held_bytes)} were in use in this process before the run began: delete older models first."
+    whose = "host" if is_of_host(error) else "device"
     return (
-        f"out of device memory: {reason}.{older} Ways out: memory.checkpoint: offload, a smaller "
+        f"out of {whose} memory: {reason}.{older} Ways out: memory.checkpoint: offload, a smaller "
         "train.per_device_train_batch_size (with more gradient_accumulation_steps), a smaller data.max_length."
     )

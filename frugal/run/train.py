@@ -21,6 +21,7 @@ from frugal.distributed.sanity_checks import preflight
 from frugal.errors import MemoryBudgetError
 from frugal.exports.adapter import save_final
 from frugal.memory.checkpointing import apply_activation_checkpointing
+from frugal.memory.space import clear_frames, is_out_of_memory
 from frugal.models.attention import join_rows
 from frugal.models.resolve import base_fingerprint
 from frugal.models.tokenizer import zero_embedding_rows
@@ -34,7 +35,6 @@ from frugal.run.setup import open_machine, resolve
 from frugal.run.sharing import layer_taker
 from frugal.run.steps import (
     check_disk,
-    clear_frames,
     load_model,
     open_base,
     open_tokenizer,
@@ -70,12 +70,14 @@ def train(config: Source, *, resume: bool | str | Path | None = None) -> TrainRe
     try:
         with group.guarded():
             return _train(load_config(config), resume)
-    except torch.OutOfMemoryError as error:
-        clear_frames(error)
-        raise MemoryBudgetError(out_of_memory(error, older_bytes)) from None
     except MemoryBudgetError as error:
         clear_frames(error)
         raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        clear_frames(error)
+        raise MemoryBudgetError(out_of_memory(error, older_bytes)) from None
     finally:
         gc.collect()
         if torch.cuda.is_initialized():
@@ -167,6 +169,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             settings.per_device_eval_batch_size,
             checkpointing,
             scratch_dir,
+            0 if forecast.plan is None else forecast.plan.shape.tokens,
         )
         cleanup.callback(memory.close)
         events.built(built, module.head)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import math
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,7 +15,7 @@ import torch
 
 from frugal.distributed import group as ranks
 from frugal.errors import Interrupted
-from frugal.memory.space import is_out_of_memory
+from frugal.memory.space import is_out_of_memory, recover
 from frugal.training.evaluate import EvalResult, evaluate_rows, to_device
 from frugal.training.optim import set_lr, trainable
 from frugal.training.schedule import TrainPlan, split_step
@@ -116,6 +114,7 @@ def one_step(setup: TrainSetup, step: OptimizerStep, state: LoopState, hooks: Ho
 
 def _retrying(setup: TrainSetup, hooks: Hooks | None, action: Callable[[], T]) -> T:
     """Do ``action``; after an out-of-memory from the same state again, with smaller memory settings."""
+    first = True
     while True:
         generators = rng_state(setup.device)
         try:
@@ -124,14 +123,11 @@ def _retrying(setup: TrainSetup, hooks: Hooks | None, action: Callable[[], T]) -
             # several ranks would have to agree on a change in the middle of a collective operation
             if hooks is None or hooks.out_of_memory is None or ranks.world_size() > 1 or not is_out_of_memory(error):
                 raise
-            reason = str(error)
-            traceback.clear_frames(error.__traceback__)
+            shortage = recover(error, first=first)
         setup.strategy.zero_grad(setup.optimizer)
         set_rng_state(generators, setup.device)
-        gc.collect()
-        if setup.device.type == "cuda":
-            torch.cuda.empty_cache()
-        hooks.out_of_memory(reason)
+        hooks.out_of_memory(shortage)
+        first = False
 
 
 def _forward_backward(

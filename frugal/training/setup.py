@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from frugal.config import TrainSection
 from frugal.data import TokenDataset
 from frugal.distributed.strategy import Strategy
+from frugal.memory.space import Shortage
 from frugal.objectives import LossModule, Objective
 from frugal.training.oom_fallback import MemorySettings
 from frugal.training.schedule import StepOrder, TrainPlan
@@ -92,8 +93,8 @@ class Hooks:
     save: Callable[[LoopState], None]
     """Writes a checkpoint; called by every rank."""
     stop: StopRequest
-    out_of_memory: Callable[[str], None] | None = None
-    """Makes the run need less, or raises; then the same step is done again. Given the reason."""
+    out_of_memory: Callable[[Shortage], None] | None = None
+    """Makes the run need less, or raises; then the same step is done again."""
 
 
 # ---- random generators that dropout draws from -----------------------------------------------------------------------

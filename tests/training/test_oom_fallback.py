@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,21 @@ from frugal.config import load_config
 from frugal.errors import MemoryBudgetError
 from frugal.files import read_json
 from frugal.memory.meter import LiveBytesMeter, OutOfBudget
-from frugal.memory.space import OutOfHostMemory, is_out_of_memory, refuse_when_host_is_full
+from frugal.memory.offload import HostArena
+from frugal.memory.space import (
+    OutOfHostMemory,
+    Shortage,
+    is_of_host,
+    is_out_of_memory,
+    recover,
+    refuse_when_host_is_full,
+)
+from frugal.models.replacement import replace_modules
+from frugal.run.memory import warm_up
 from frugal.run.train import train
 from frugal.training.log import read_log
 from frugal.training.loop import train_loop
-from frugal.training.oom_fallback import OutOfMemoryFallback
+from frugal.training.oom_fallback import MOST_REPEATS, MemorySettings, OutOfMemoryFallback
 from frugal.training.setup import Hooks, LoopState
 from frugal.training.signals import StopRequest
 from frugal.training.warmup_step import longest_micro_batch, run_warmup_step
@@ -93,16 +104,66 @@ def test_changes_come_in_a_fixed_order() -> None:
     fallback = fallback_for(job, said)
     order = []
     for _ in range(5):
-        fallback.next("no room")
+        fallback.next(Shortage("no room", first=True))
         order.append(fallback.taken[-1])
     with pytest.raises(MemoryBudgetError, match="no room"):
-        fallback.next("no room")
+        fallback.next(Shortage("no room"))
     job.memory.close()
     assert [word for word in ("chunks", "recompute", "disk", "2 rows", "1 rows") if any(word in o for o in order)] == [
         "chunks", "recompute", "disk", "2 rows", "1 rows"
     ]  # fmt: skip
     assert len(order) == 5
     assert len(said) == 5
+
+
+def test_order_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S2: what is cheap there first. Tiles of 64 tokens cost five times a step; offloading costs next to nothing."""
+    monkeypatch.setattr(MemorySettings, "on_cuda", True)
+    said: list[str] = []
+    job = toy.make_job(toy.tiny_model(), toy.rows([3] * 8), per_device_train_batch_size=4)
+    replace_modules(job.module.model)
+    fallback = fallback_for(job, said)
+    assert fallback.memory.checkpointing.policy == "none"
+    fallback.next(Shortage("CUDA out of memory. Tried to allocate 2 GiB", first=True))
+    assert fallback.taken == []
+    assert "once more with the device's cache emptied" in said[0]
+    fallback.memory.tokens = 2000
+    for _ in range(8):
+        fallback.next(Shortage("CUDA out of memory. Tried to allocate 2 GiB"))
+    with pytest.raises(MemoryBudgetError):
+        fallback.next(Shortage("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert fallback.taken[:2] == ["memory.checkpoint: recompute", "memory.checkpoint: offload"]
+    sizes = [int(one.split()[-1]) for one in fallback.taken if "tiles" in one]
+    assert sizes == [1000, 500, 256, 64], "64 at the very end"
+    rows = [number for number, one in enumerate(fallback.taken) if "rows a micro-batch" in one]
+    assert rows == [len(fallback.taken) - 3, len(fallback.taken) - 2]
+    assert not any("disk" in one for one in fallback.taken), "a file takes nothing off the device"
+    job.memory.close()
+
+
+def test_a_full_host_goes_to_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller tiles would not help: what is short is memory for offloaded inputs."""
+    monkeypatch.setattr(MemorySettings, "on_cuda", True)
+    job = toy.make_job(toy.tiny_model(), toy.rows([3] * 8), per_device_train_batch_size=4)
+    fallback = fallback_for(job, [])
+    fallback.next(Shortage("x"))
+    fallback.next(Shortage("x"))
+    fallback.next(Shortage("64 MB wanted on the host", host=True, first=True))
+    assert fallback.taken[-1] == "memory.checkpoint: disk"
+    fallback.next(Shortage("64 MB wanted on the host", host=True))
+    assert fallback.taken[-1].startswith("2 rows")
+    job.memory.close()
+
+
+def test_repeats_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that only an emptied cache lets through again and again are slow: then settings change."""
+    monkeypatch.setattr(MemorySettings, "on_cuda", True)
+    job = toy.make_job(toy.tiny_model(), toy.rows([3] * 8), per_device_train_batch_size=4)
+    fallback = fallback_for(job, [])
+    for _ in range(MOST_REPEATS + 1):
+        fallback.next(Shortage("x", first=True))
+    assert fallback.taken == ["memory.checkpoint: recompute"]
+    job.memory.close()
 
 
 class OutOnce:
@@ -154,7 +215,88 @@ def test_other_errors_are_no_matter_of_memory() -> None:
     assert is_out_of_memory(OutOfBudget("x"))
     assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
     assert not is_out_of_memory(RuntimeError("shapes differ"))
+    assert not is_out_of_memory(RuntimeError("out of resource: shared memory, Required: 131072"))
+    assert not is_out_of_memory(OSError(2, "No such file or directory"))
     assert not is_out_of_memory(ValueError("x"))
+
+
+@pytest.mark.parametrize(
+    ("error", "host"),
+    [
+        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), False),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), False),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), False),
+        (torch.distributed.DistBackendError("Call to cudaMalloc failed\nCuda failure 2 'out of memory'"), False),
+        (RuntimeError("Error out of memory at line 380 in file /src/csrc/pythonInterface.cpp"), False),
+        (RuntimeError("CUDA driver error: out of memory"), False),
+        (OutOfHostMemory("64 bytes wanted on the host"), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+    ],
+)  # fmt: skip
+def test_every_kind_of_out_of_memory(error: Exception, host: bool) -> None:
+    """B4: context, cuBLAS, Triton's modules, NCCL and pinned memory lie outside torch's allocator, and fail first."""
+    assert is_out_of_memory(error)
+    assert is_of_host(error) == host
+
+
+def test_nothing_of_a_failed_attempt_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("cache"))
+
+    def attempt() -> None:
+        tensor = torch.zeros(4)
+        left.append(weakref.ref(tensor))
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    left: list[Any] = []
+    found = None
+    try:
+        attempt()
+    except RuntimeError as error:
+        found = recover(error, first=True), left[0]()
+    assert found == (Shortage("Triton Error [CUDA]: out of memory", host=False, first=True), None)
+    assert emptied == ["cache"]
+
+
+def test_the_warmup_step_is_tried_again_after_cublas_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = toy.make_job(toy.tiny_model(), toy.rows([3] * 4), per_device_train_batch_size=2)
+    calls: list[Shortage] = []
+
+    def fails(*args: Any, **kwargs: Any) -> str:
+        if len(calls) < 2:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
+        return "measured"
+
+    class Noting(OutOfMemoryFallback):
+        def next(self, shortage: Shortage) -> None:
+            calls.append(shortage)
+
+    monkeypatch.setattr("frugal.run.memory.run_warmup_step", fails)
+    config = load_config({"model": {"base": "x"}, "data": {"train": "x"}, "output": {"dir": "x"}})
+    found = warm_up(config, job, Noting(job.memory, say=print), first_step=0, save=lambda: None)
+    assert str(found) == "measured"
+    assert [one.first for one in calls] == [True, False]
+
+
+def test_memory_that_cannot_be_pinned_is_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B4: WSL pins half of the machine's memory at most."""
+    make = torch.empty
+
+    def limited(*size: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        return make(*size, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", limited)
+    arena = HostArena(1 << 16, pinned=True)
+    with pytest.warns(UserWarning, match="no more memory can be pinned"):
+        assert arena.take(100_000) == 0
+    assert arena.nbytes == 2 << 16
+    assert sum(piece.numel() for *_, piece in arena.pieces(0, 100_000)) == 100_000
 
 
 def test_the_host_keeps_a_reserve() -> None:

@@ -66,10 +66,15 @@ def gated_mlp_reference(
     return projection_reference(_activate(g, activation) * u, down)
 
 
+def most_tile_tokens(intermediate_size: int, itemsize: int, *, on_cpu: bool) -> int:
+    """Tokens of a tile whose buffers reach the device's bound."""
+    bound = CPU_TILE_BYTES if on_cpu else TILE_BYTES
+    return max(MIN_TILE_TOKENS, bound // (4 * intermediate_size * itemsize))
+
+
 def tile_tokens_for(tokens: int, intermediate_size: int, itemsize: int, *, on_cpu: bool) -> int:
     """Tokens of a tile so that its buffers stay within the device's bound; tiles are evened out over the tokens."""
-    bound = CPU_TILE_BYTES if on_cpu else TILE_BYTES
-    most = max(MIN_TILE_TOKENS, bound // (4 * intermediate_size * itemsize))
+    most = most_tile_tokens(intermediate_size, itemsize, on_cpu=on_cpu)
     n_tiles = max(1, -(tokens // -most))
     return max(1, -(tokens // -n_tiles))
 

@@ -33,6 +33,11 @@ CPU_CHUNK_BYTES = 48 * 2**20
 MIN_CHUNK_TOKENS = 32  # narrower products are slow on every device
 
 
+def chunk_tokens_for(vocab: int, logit_bytes: int, *, on_cpu: bool) -> int:
+    """Tokens of a chunk whose logits, of ``logit_bytes`` each, reach the device's bound."""
+    return max(MIN_CHUNK_TOKENS, (CPU_CHUNK_BYTES if on_cpu else CHUNK_BYTES) // (logit_bytes * vocab))
+
+
 def linear_cross_entropy_reference(
     hidden: Tensor,
     weight: Tensor,
@@ -193,7 +198,7 @@ def linear_cross_entropy(
         # Tiling the vocabulary computes logits twice: only where a few tokens alone would overflow the chunk.
         chunk_vocab = max(1, min(vocab, chunk_bytes // (4 * n_buffers * MIN_CHUNK_TOKENS // 2)))
     if chunk_tokens is None:
-        chunk_tokens = max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * n_buffers * min(vocab, chunk_vocab)))
+        chunk_tokens = chunk_tokens_for(min(vocab, chunk_vocab), 4 * n_buffers, on_cpu=hidden.device.type == "cpu")
     dense = weight if isinstance(weight, Tensor) else None
     if dense is None and chunk_vocab < vocab:
         blocks = list(row_blocks(weight, hidden.dtype, hidden.device))
