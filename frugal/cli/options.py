@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import typer
 
-from frugal.errors import EXIT_INTERRUPTED, ConfigError, FrugalError
+from frugal.errors import EXIT_INTERRUPTED, ConfigError, FrugalError, ProcessLost
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,6 +65,8 @@ def handled(command: Callable[P, R]) -> Callable[P, R]:
             return command(*args, **kwargs)
         except FrugalError as error:
             print(f"error: {error}", file=sys.stderr)
+            if isinstance(error, ProcessLost):
+                _leave_at_once(error.exit_code)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
@@ -74,6 +76,16 @@ def handled(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(0) from None
 
     return run
+
+
+def _leave_at_once(exit_code: int) -> None:
+    """End this process without the interpreter's end where it has used a GPU: that waits for the device, and the device
+    for the process that is lost."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
 
 
 def format_options(to: str, kind: str | None, weights: str | None, *, proof: bool) -> dict[str, Any]:

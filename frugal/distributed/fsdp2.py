@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from frugal.adapters import adapter_state
+from frugal.distributed.device_wait import number
 from frugal.distributed.group import digest
 from frugal.distributed.optimizer_state import (
     OptimizerState,
@@ -179,7 +180,7 @@ class FullyShard(Strategy):
             factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_
             for gradient in gradients:
                 local(gradient).mul_(factor.to(gradient.device))
-        return float(norm)
+        return number(norm)
 
     # ---- beside steps ------------------------------------------------------------------------------------------------
 

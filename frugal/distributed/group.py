@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,21 +65,32 @@ class _Host:
         with contextlib.suppress(torch.distributed.DistError):  # the store ended with its process: nobody reads it
             self.store.set(f"stopped/{rank()}", f"{type(error).__name__}: {_first_line(error)}")
 
+    def _others(self) -> list[int]:
+        return [other for other in range(len(self.processes)) if other != rank()]
+
+    def lost(self, asked: Sequence[int] | None = None) -> str | None:
+        """Which other process has stopped with an error or has ended; None while none is known to.
+
+        ``asked``: who may have ended (None: any of them). Raises DistError when the store itself is gone.
+        """
+        for other in self._others():
+            if self.store.check([f"stopped/{other}"]):
+                reason = self.store.get(f"stopped/{other}").decode()
+                return f"{self.name(other)} has stopped: {reason}. {_WAY_ON}"
+        for other in self._others() if asked is None else asked:
+            if self._ended(other):
+                return f"{self.name(other)} has ended (killed, or out of host memory). {_WAY_ON}"
+        return None
+
     def explain(self, error: BaseException) -> str:
         """Whose fault a failed operation is: which process ended, stopped with an error, or did not take part."""
-        others = [other for other in range(len(self.processes)) if other != rank()]
-        deadline = time.monotonic() + GRACE_SECONDS
+        others, deadline = self._others(), time.monotonic() + GRACE_SECONDS
         try:
             self.store.set(f"failed/{rank()}", "")
             while True:
-                for other in others:
-                    if self.store.check([f"stopped/{other}"]):
-                        reason = self.store.get(f"stopped/{other}").decode()
-                        return f"{self.name(other)} has stopped: {reason}. {_WAY_ON}"
                 silent = [other for other in others if not self.store.check([f"failed/{other}"])]
-                ended = [other for other in silent if self._ended(other)]
-                if ended:
-                    return f"{self.name(ended[0])} has ended (killed, or out of host memory). {_WAY_ON}"
+                if (found := self.lost(silent)) is not None:
+                    return found
                 if not silent or time.monotonic() > deadline:
                     break
                 time.sleep(0.1)
@@ -196,6 +207,23 @@ def _operation() -> Iterator[_Host]:
         yield host
     except RuntimeError as error:
         raise ProcessLost(host.explain(error)) from error
+
+
+def lost() -> str | None:
+    """Which other process has stopped or ended, as a message; None while none is known to. Waits for nobody."""
+    host = _host[0] if _together() and _host else None
+    if host is None:
+        return None
+    try:
+        return host.lost()
+    except torch.distributed.DistError as error:
+        return host.explain(error)
+
+
+def give_up() -> None:
+    """End what this process has under way in the group that carries gradients: it waits for one that is lost."""
+    if _host and torch.distributed.get_backend(_host[0].world) != "gloo":
+        _host[0].world.abort()
 
 
 def meet() -> None:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from frugal.adapters import adapter_state
 from frugal.distributed import group as ranks
+from frugal.distributed.device_wait import number
 from frugal.distributed.group import digest
 from frugal.distributed.launch import Engine, Launch
 from frugal.distributed.optimizer_state import OptimizerState, load_optimizer_state, optimizer_state
@@ -296,9 +297,13 @@ def clip(optimizer: Optimizer, max_norm: float) -> float:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
+    if ranks.world_size() > 1 and gradients:
+        # gradients are equal, but GPUs of two kinds may add their squares up in another order: one norm for all, or
+        # the adapters part in their last bit
+        torch.distributed.broadcast(norm, src=0)
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return float(norm)
+    return number(norm)
 
 
 def _copy(tensor: Tensor) -> Tensor:

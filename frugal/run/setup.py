@@ -6,6 +6,7 @@ and base are known. What was decided is written to the run's config.yaml and man
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from frugal.device import Device, needs_loss_scaling, resolve_dtype, usable
 from frugal.distributed import group as ranks
 from frugal.distributed.launch import Launch, check_group, read_launch, unused_gpus
 from frugal.distributed.strategy import Strategy
+from frugal.distributed.zero.config import import_deepspeed
 from frugal.models.attention import join_rows
 from frugal.models.modules.host_embedding import decide_embedding
 from frugal.models.positions import per_call_rotary, positions, refuse_mixed_lengths
@@ -70,6 +72,8 @@ def open_machine(config: Config) -> Machine:
     launch = read_launch()
     asked_engine(config, launch)  # raises where configuration and launcher contradict each other
     train = config.train
+    if launch.engine in ("zero1", "zero2", "zero3") and importlib.util.find_spec("deepspeed") is not None:
+        import_deepspeed()  # accelerate imports it too, and would end with its traceback
     accelerator = make_accelerator(
         Path(config.output.dir), list(train.report_to), timeout_seconds=config.distributed.ddp_timeout
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -18,7 +19,7 @@ from frugal.config import Config, load_config
 from frugal.device import needs_loss_scaling
 from frugal.distributed import group
 from frugal.distributed.sanity_checks import preflight
-from frugal.errors import MemoryBudgetError
+from frugal.errors import MemoryBudgetError, ProcessLost
 from frugal.exports.adapter import save_final
 from frugal.memory.checkpointing import apply_activation_checkpointing
 from frugal.memory.space import clear_frames, is_out_of_memory
@@ -79,9 +80,10 @@ def train(config: Source, *, resume: bool | str | Path | None = None) -> TrainRe
         clear_frames(error)
         raise MemoryBudgetError(out_of_memory(error, older_bytes)) from None
     finally:
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        if not isinstance(sys.exception(), ProcessLost):  # then the device may still wait for the lost process
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
 
 
 def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from frugal.data import TokenDataset
+from frugal.distributed.device_wait import numbers
 from frugal.objectives import Objective
 
 
@@ -62,7 +63,7 @@ def evaluate_rows(
     assert totals is not None
     if world_size > 1:
         torch.distributed.all_reduce(totals)
-    found = totals.tolist()
+    found = numbers(totals)
     return EvalResult(objective.metrics(found, training=False), int(found[1]), len(data))
 
 

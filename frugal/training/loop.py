@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from frugal.distributed import group as ranks
+from frugal.distributed.device_wait import numbers
 from frugal.errors import Interrupted
 from frugal.memory.space import is_out_of_memory, recover
 from frugal.training.evaluate import EvalResult, evaluate_rows, to_device
@@ -147,7 +148,7 @@ def _read(sums: torch.Tensor, targets: int) -> list[float]:
     """The objective's sums over all ranks, as numbers. Reads the device, once a step."""
     if ranks.world_size() > 1:
         torch.distributed.all_reduce(sums)
-    totals: list[float] = sums.tolist()
+    totals = numbers(sums)
     if totals[1] != targets and math.isfinite(totals[0]):  # a loss that is not a number has a message of its own
         raise AssertionError(f"{totals[1]} targets reached the loss, the rows hold {targets}")
     return totals

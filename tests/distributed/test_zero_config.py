@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -188,6 +189,34 @@ def test_another_device_in_the_environment(installed: pytest.MonkeyPatch) -> Non
     installed.setenv("DS_ACCELERATOR", "cuda")
     with pytest.raises(UnsupportedError, match="DS_ACCELERATOR=cuda"):
         zero_config.require_deepspeed(CPU)
+
+
+class MissingCUDAException(Exception):
+    """As DeepSpeed's op_builder raises it where nvcc is missing."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MissingCUDAException("CUDA_HOME does not exist, unable to compile CUDA op(s)"),
+        FileNotFoundError(2, "No such file or directory: '/usr/local/cuda/bin/nvcc'"),
+        ImportError("cannot import name 'log' from 'torch.distributed.elastic.agent.server.api'"),
+    ],
+)
+def test_no_nvcc_beside_a_gpu(error: Exception, installed: pytest.MonkeyPatch) -> None:
+    """B7: torch's wheels bring CUDA's libraries, not its compiler, which DeepSpeed asks for when it is imported."""
+
+    def fails(name: str) -> None:
+        raise error
+
+    installed.setattr(importlib, "import_module", fails)
+    with pytest.raises(UnsupportedError, match=r"needs CUDA's toolkit, whose compiler is nvcc.*fsdp2 shards the same"):
+        zero_config.require_deepspeed(torch.device("cuda"))
+
+
+def test_other_faults_of_deepspeed_keep_their_traceback() -> None:
+    with pytest.raises(AssertionError, match="of our own"), zero_config.told():
+        raise AssertionError("of our own")
 
 
 def test_an_old_version(installed: pytest.MonkeyPatch) -> None:

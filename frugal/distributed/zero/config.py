@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,37 @@ def require_deepspeed(device: torch.device) -> None:
         )
     if device.type == "cpu":
         _require_compiler()
+    else:
+        import_deepspeed()  # now, before a base is loaded
+
+
+def import_deepspeed() -> Any:
+    """The package. With a GPU in sight parts of it look for CUDA's toolkit when they are imported, which torch's own
+    wheels do not bring.
+
+    Raises UnsupportedError with what to install, whatever importing raises.
+    """
+    with told():
+        return importlib.import_module("deepspeed")
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Around DeepSpeed's own code that looks for compilers: what it raises becomes one message with the way out."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {str(error).strip()}".rstrip(": ").split("\n", 1)[0][:300].rstrip(".")
+        if isinstance(error, ImportError) or any(word in text.lower() for word in _TOOLKIT):
+            raise UnsupportedError(
+                f"DeepSpeed cannot start here ({text}). With a GPU it needs CUDA's toolkit, whose compiler is nvcc, in "
+                f"the version of torch's CUDA ({torch.version.cuda or 'none'}): install it and set CUDA_HOME. "
+                "distributed.strategy: fsdp2 shards the same with torch alone."
+            ) from error
+        raise
+
+
+_TOOLKIT = ("missingcuda", "cuda_home", "nvcc", "cuda toolkit", "cudamismatch", "ninja")
 
 
 def _require_compiler() -> None:

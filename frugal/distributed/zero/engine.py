@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from frugal.distributed.device_wait import number
 from frugal.distributed.group import digest
 from frugal.distributed.optimizer_state import OptimizerState, named_parameters, refuse_other_state
 from frugal.distributed.strategy import KINDS, MakeOptimizer, Strategy
@@ -197,7 +198,7 @@ class Zero(Strategy):
             raise AssertionError(f"the engine clips at {self.settings.max_grad_norm}, not at {max_norm}")
         square = zero_state.local_square(self.engine, self.settings.stage, self._trained.values(), self.device)
         torch.distributed.all_reduce(square)
-        return math.sqrt(float(square)) / scaler.get_scale()
+        return math.sqrt(number(square)) / scaler.get_scale()
 
     @deprecated_names()
     def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from frugal.distributed.optimizer_state import OptimizerState
+from frugal.distributed.zero.config import import_deepspeed, told
 from frugal.errors import CheckpointError, UnsupportedError
 from frugal.model_structure import EngineHooks, mark_hooked
 
@@ -25,8 +26,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def deepspeed() -> Any:
     """The package, imported when a run needs it: it is optional, and slow to import."""
-    import deepspeed as package
-
+    package = import_deepspeed()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return package
 
@@ -180,7 +180,9 @@ def my_part(parameter: Any, value: Tensor) -> Tensor:
 
 def start_engine(module: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -> Any:
     """`deepspeed.initialize`; ``optimizer`` then steps the engine's flat partitions."""
-    engine, *_ = deepspeed().initialize(model=module, optimizer=optimizer, config=config)
+    package = deepspeed()
+    with told():
+        engine, *_ = package.initialize(model=module, optimizer=optimizer, config=config)
     _share_masters(engine.optimizer, engine.zero_optimization_stage())
     return engine
 
