@@ -44,9 +44,11 @@ from frugal.run.steps import (
 )
 from frugal.run.summary import TrainResult, result_of_finished, summarise
 from frugal.run.trackers import check_trackers
+from frugal.training.evaluate import to_device
 from frugal.training.loop import peak_memory_bytes, train_loop
 from frugal.training.oom_fallback import MemorySettings
 from frugal.training.optim import build_optimizer, trainable
+from frugal.training.overflow import refuse_overflow
 from frugal.training.schedule import StepOrder, lr_lambda, make_plan
 from frugal.training.setup import Hooks, LoopState, TrainSetup, seed_step_noise
 from frugal.training.signals import StopAtOnce, StopRequest
@@ -153,6 +155,10 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         state = LoopState()
         if checkpoint is not None:
             state = restore(checkpoint, strategy, model, optimizer, seed=settings.seed, say=events.say)
+        scaled = needs_loss_scaling(machine.dtype.value)
+        if scaled and state.step < plan.total_steps:
+            first_row = objective.collate(data.train, order.rows_of(state.step)[:1])
+            refuse_overflow(strategy, wrapped, model, to_device(first_row, accelerator.device))
         samples = Samples(
             run_dir / "samples.json",
             config.output.sample_prompts,
@@ -200,7 +206,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
             memory=memory,
             save_steps=config.output.save_steps,
             keep_best=config.output.keep_best,
-            loss_scaling=needs_loss_scaling(machine.dtype.value),
+            loss_scaling=scaled,
             step_in_backward=machine.in_backward.value,
         )
         fallback = start_fallback(memory, forecast, events.say)

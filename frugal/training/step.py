@@ -75,7 +75,7 @@ class OptimizerStep:
             self.strategy.zero_grad(self.optimizer)
             raise FrugalError(
                 f"{name}: the loss is {loss} and the gradient norm {norm}. Training stopped before using them; the "
-                f"rows of that step are {list(rows[:8])}. Lower train.learning_rate, or look at these rows."
+                f"rows of that step are {list(rows[:8])}. {self._advice()}"
             )
         self.strategy.step(self.optimizer, self.scaler)
         self.strategy.zero_grad(self.optimizer)
@@ -91,9 +91,7 @@ class OptimizerStep:
         loss_sum, sums = self.wrapped(batch)
         loss = float(sums[0]) / targets
         if not math.isfinite(loss):
-            raise FrugalError(
-                f"{name}: the loss is {loss}. Training stopped before using it. Lower train.learning_rate."
-            )
+            raise FrugalError(f"{name}: the loss is {loss}. Training stopped before using it. {self._advice()}")
         with OptimizerInBackward(
             self.optimizer, gradient_accumulation_steps=1, max_grad_norm=0.0, loss_scaling=self.scaler.is_enabled()
         ) as attached:
@@ -115,6 +113,13 @@ class OptimizerStep:
                 "checkpoint with memory.optimizer_in_backward: false, which stops before using such a gradient."
             )
         return sums, norm
+
+    def _advice(self) -> str:
+        """What to do about a step that is not finite: before the first update no learning rate is to blame."""
+        if self.optimizer.state or self.strategy.engine_steps:
+            return "Lower train.learning_rate, or look at these rows."
+        dtype = "write model.dtype: float32" if self.scaler.is_enabled() else "look at model.dtype"
+        return f"Nothing was updated yet, so the base itself gives it for these rows: look at them, and {dtype}."
 
     def put_gradients(self) -> None:
         """Gradients of 0, as an earlier micro-batch of the step would have left theirs."""
