@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
+from frugal import host_memory
 from frugal.decision import Decision
 from frugal.errors import ConfigError, UnsupportedError
 from frugal.units import GIB
@@ -188,7 +188,7 @@ def describe(device: torch.device | str) -> Device:
     """A device of this machine. A CUDA device that is not here has neither name, memory nor capability."""
     device = torch.device(device)
     if device.type == "cpu":
-        return Device("cpu", 0, "CPU", psutil.virtual_memory().total)
+        return Device("cpu", 0, "CPU", host_memory.total_bytes())
     if device.type != "cuda":
         return Device(device.type, device.index or 0)
     amd = torch.version.hip is not None

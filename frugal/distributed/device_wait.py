@@ -32,18 +32,22 @@ class Event(Protocol):
 
 def numbers(tensor: Tensor) -> list[float]:
     """The values of a small tensor, flat. Raises ProcessLost when another process ends before the device has them."""
-    if tensor.device.type == "cuda" and group.world_size() > 1:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(tensor.device))
-        wait(event)
+    _arrived(tensor)
     found: list[float] = tensor.flatten().tolist()
     return found
 
 
 def number(tensor: Tensor) -> float:
-    """`numbers` of a tensor with one value."""
-    (found,) = numbers(tensor)
-    return float(found)
+    """The value of a tensor with one, as `numbers` reads it; of a plan's tensors, which have none, a stand-in."""
+    _arrived(tensor)
+    return float(tensor)
+
+
+def _arrived(tensor: Tensor) -> None:
+    if tensor.device.type == "cuda" and group.world_size() > 1:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(tensor.device))
+        wait(event)
 
 
 def wait(event: Event) -> None:

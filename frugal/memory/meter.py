@@ -158,6 +158,8 @@ class LiveBytesMeter:
         self._handles: list[Any] = []
         self._dispatch: MeterDispatch | None = None
         self._allocator_peak = self._allocator_start = 0
+        self.reserved_bytes = 0
+        """Most that CUDA's allocator held in the region, whether in use or not; 0 elsewhere."""
         if model is not None:
             self.register_model(model)
         if optimizer is not None:
@@ -217,6 +219,7 @@ class LiveBytesMeter:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self._allocator_peak = torch.cuda.max_memory_allocated(self.device)
+            self.reserved_bytes = torch.cuda.max_memory_reserved(self.device)
         if self.optimizer is not None:
             for tensor in optimizer_tensors(self.optimizer):
                 if (record := self._live.get(_key(tensor))) is not None:

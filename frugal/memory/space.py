@@ -8,9 +8,9 @@ import re
 import traceback
 from dataclasses import dataclass
 
-import psutil
 import torch
 
+from frugal import host_memory
 from frugal.memory.meter import OutOfBudget
 
 HOST_RESERVE_BYTES = 256 << 20
@@ -23,7 +23,7 @@ class OutOfHostMemory(RuntimeError):
 
 def refuse_when_host_is_full(nbytes: int) -> None:
     """Raise OutOfHostMemory when ``nbytes`` more would leave less than the reserve."""
-    available = int(psutil.virtual_memory().available)
+    available = host_memory.available_bytes()
     if nbytes + HOST_RESERVE_BYTES > available:
         raise OutOfHostMemory(f"{nbytes:,} bytes wanted on the host, {available:,} are available")
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from frugal.memory.device_memory import CUDA_CONTEXT_BYTES
 from frugal.memory.offload import SLAB_BYTES
 from frugal.memory.space import Regions
 from frugal.models.materialize import LoadedTensor
 
 _MIB = 1 << 20
-CUDA_CONTEXT_BYTES = 550 * _MIB  # context and loaded kernels of torch, cuBLAS and bitsandbytes
 CUBLAS_WORKSPACE_BYTES = {True: 32 * _MIB, False: 9 * _MIB}  # compute capability 9.0 and later, earlier
+NCCL_BYTES = 400 * _MIB  # buffers of one communicator: 200 to 500 over PCIe, more with NVLS
 ROUNDING = 0.015  # blocks are cut to 512 bytes, segments to 2 MiB, and freed ones do not always fit the next
 PROCESS_BYTES = {"cpu": 600 * _MIB, "cuda": 2300 * _MIB}  # resident memory of Python, torch (and CUDA's libraries)
 MERGE_BLOCKS = 3  # one tensor of the base in its dtype, and fp32 blocks of it and of the update
 
 
-def device_allowance(kind: str, capability: tuple[int, int] | None, peak_bytes: int) -> dict[str, int]:
+def device_allowance(kind: str, capability: tuple[int, int] | None, peak_bytes: int, ranks: int = 1) -> dict[str, int]:
     """Bytes on the device besides tensors, by what they are; on a CPU they are the process itself."""
     if kind == "cpu":
         return {"process": PROCESS_BYTES["cpu"]}
@@ -28,12 +29,13 @@ def device_allowance(kind: str, capability: tuple[int, int] | None, peak_bytes: 
         "context": CUDA_CONTEXT_BYTES,
         "cublas workspace": CUBLAS_WORKSPACE_BYTES[capability is None or capability >= (9, 0)],
         "rounding and fragmentation": int(ROUNDING * peak_bytes),
+        **({"nccl": NCCL_BYTES} if ranks > 1 else {}),
     }
 
 
-def tensor_budget(kind: str, capability: tuple[int, int] | None, total_bytes: int) -> int:
+def tensor_budget(kind: str, capability: tuple[int, int] | None, total_bytes: int, ranks: int = 1) -> int:
     """Bytes that tensors may take on a device of ``total_bytes``: what `device_allowance` leaves."""
-    fixed = sum(device_allowance(kind, capability, 0).values())
+    fixed = sum(device_allowance(kind, capability, 0, ranks).values())
     return max(0, int((total_bytes - fixed) / (1.0 if kind == "cpu" else 1 + ROUNDING)))
 
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from transformers import AutoConfig
 
+from frugal import host_memory
 from frugal.decision import Decision
 from frugal.device import BF16_FROM, Device, find_gpu, resolve_dtype, usable
 from frugal.errors import UnsupportedError
+from frugal.memory.device_memory import look
 from frugal.planning.architectures import known_architecture
 from frugal.planning.source import configuration_folder
 from frugal.units import nominal_gib, parse_size
@@ -25,11 +26,13 @@ class Planned(Device):
     host_bytes: int
     """Memory of the machine, or what --host-ram says; 0: not known."""
     dtype: Decision[torch.dtype]
+    others_bytes: int = 0
+    """Of the device's memory, in use by others now."""
 
     @classmethod
-    def of(cls, device: Device, *, host_bytes: int, dtype: Decision[torch.dtype]) -> Planned:
+    def of(cls, device: Device, *, host_bytes: int, dtype: Decision[torch.dtype], others_bytes: int = 0) -> Planned:
         """A plan's view of ``device``."""
-        return cls(**vars(device), host_bytes=host_bytes, dtype=dtype)
+        return cls(**vars(device), host_bytes=host_bytes, dtype=dtype, others_bytes=others_bytes)
 
 
 def planned_device(dtype: str, *, gpu: str | None, vram: str | None, host_ram: str | None) -> Planned:
@@ -41,8 +44,10 @@ def planned_device(dtype: str, *, gpu: str | None, vram: str | None, host_ram: s
     host = parse_size(host_ram, "--host-ram") if host_ram is not None else 0
     if gpu is None and vram is None:
         found = usable()
-        host = host or int(psutil.virtual_memory().total)
-        return Planned.of(found, host_bytes=host, dtype=resolve_dtype(dtype, found))
+        seen = look(found)
+        host = host or host_memory.total_bytes()
+        others = 0 if seen is None else seen.others_bytes
+        return Planned.of(found, host_bytes=host, dtype=resolve_dtype(dtype, found), others_bytes=others)
     total = parse_size(vram, "--vram") if vram is not None else 0
     unknown = Device("cuda", 0, f"a GPU of {nominal_gib(total)}", total, BF16_FROM, here=False)
     device = find_gpu(gpu) if gpu is not None else unknown

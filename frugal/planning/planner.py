@@ -74,9 +74,17 @@ class Planner:
     @property
     def budget_bytes(self) -> int:
         """What tensors may take."""
-        asked = self.config.memory.budget_bytes
-        free = tensor_budget(self.device.kind, self.device.capability, self.device.total_bytes)
-        return free if asked is None else min(asked, free) if self.device.total_bytes else asked
+        asked, device = self.config.memory.budget_bytes, self.device
+        free = self.tensor_budget(device.total_bytes - device.others_bytes)
+        if asked is None:
+            return free
+        if device.kind != "cpu":  # there a limit on tensors, which are followed one by one
+            asked = self.tensor_budget(asked)
+        return min(asked, free) if device.total_bytes else asked
+
+    def tensor_budget(self, total_bytes: int) -> int:
+        """Bytes that tensors may take of ``total_bytes`` of this device."""
+        return tensor_budget(self.device.kind, self.device.capability, total_bytes, self.world_size)
 
     @property
     def ranks_per_host(self) -> int:
@@ -258,7 +266,7 @@ class Planner:
             phases=ordered,
             longest=longest,
             budget_bytes=self.budget_bytes,
-            allowance=device_allowance(self.device.kind, self.device.capability, peak),
+            allowance=device_allowance(self.device.kind, self.device.capability, peak, self.world_size),
             host=around.by_purpose,
             host_phases=around.phases,
             disk=around.disk,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from frugal.assets import weights_note
+from frugal.memory.device_memory import used_by_others
 from frugal.planning.forecast import Plan
 from frugal.planning.sweep import Measure, SweepRow
 from frugal.units import disk_size, gib, nominal_gib
@@ -41,6 +42,8 @@ def lines(plan: Plan) -> list[str]:
     shown.append(
         f"  {'not simulated (allowance)':<26}{gib(sum(plan.allowance.values())):>10}  {', '.join(plan.allowance)}"
     )
+    if others := used_by_others(plan.device.others_bytes, plan.device.total_bytes):
+        shown.append(f"  {others}")
     peak = plan.peak
     parts = ", ".join(f"{name} {gib(count)}" for name, count in sorted(peak.by_category.items(), key=lambda x: -x[1]))
     shown.append(f"at the highest: {parts}")

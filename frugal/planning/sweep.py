@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from frugal.planning.host import tensor_budget
 from frugal.planning.planner import POLICIES, Planner, Policy
 from frugal.planning.simulated_model import Shape
 
@@ -32,7 +31,7 @@ def sweep(planner: Planner, policy: Policy, sizes_gb: tuple[int, ...] = SWEEP_GB
     rows = []
     for size in sizes_gb:
         total = size << 30
-        found = planner.longest_row(policy, tensor_budget(planner.device.kind, planner.device.capability, total))
+        found = planner.longest_row(policy, planner.tensor_budget(total))
         rows.append(SweepRow(total, found.tokens, found.host_bytes if found.tokens else 0))
     return rows
 

@@ -204,6 +204,8 @@ class RunEvents:
             self.warn(f"{self.log.problem}; its lines are kept and tried again")
         if "peak_memory_bytes" in record:
             self.manifest.peak("step", record["peak_memory_bytes"])
+        if "reserved_memory_bytes" in record:
+            self.manifest.peak("reserved by the allocator", record["reserved_memory_bytes"])
         if self._reporter is not None:
             self._reporter.step(record)
         due = record["step"] % self.config.train.logging_steps == 0 or record["step"] == self._total_steps

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
 import torch
 
+from frugal import host_memory
 from frugal.config import Config
 from frugal.data import PreparedData, TokenDataset
 from frugal.decision import Decision
 from frugal.device import Device
 from frugal.distributed import group as ranks
 from frugal.errors import FrugalError
+from frugal.memory.device_memory import look
 from frugal.memory.space import is_out_of_memory, recover
 from frugal.planning.inputs import Planned
 from frugal.planning.planner import Plan, Planner
@@ -53,16 +54,22 @@ def make_planner(
     device: Device,
     dtype: Decision[torch.dtype],
     vocab_size: int,
+    outside_bytes: int,
 ) -> Planner:
-    """A planner of this run's largest micro-batch on this device, so far for one process."""
-    available = int(psutil.virtual_memory().available)
+    """A planner of this run's largest micro-batch on this device, so far for one process.
+
+    ``outside_bytes``: what this process holds on a GPU beside its allocator already.
+    """
+    available = host_memory.available_bytes()
+    seen = look(device, outside_bytes=outside_bytes)
+    others = max(ranks.gather(0 if seen is None else seen.others_bytes))  # every rank plans for the fullest device
     total = device.total_bytes if device.kind == "cuda" else int(CPU_SHARE * available)
     micro = config.train.per_device_train_batch_size
     rows = longest_micro_batch(order, plan, data.train.lengths, micro=micro, flat=True)
     evaluated = data.eval if data.eval is not None and len(data.eval) else None
     return Planner(
         config,
-        Planned.of(replace(device, total_bytes=total), host_bytes=available, dtype=dtype),
+        Planned.of(replace(device, total_bytes=total), host_bytes=available, dtype=dtype, others_bytes=others),
         architecture,
         vocab_size=vocab_size,
         dataset_bytes=5 * data.train.tokens,
@@ -97,13 +104,6 @@ def _shape(data: TokenDataset, rows: list[int]) -> Shape:
 def _shared(policy: Policy) -> Policy:
     chosen: list[Policy] = ranks.gather(policy)
     return chosen[0]
-
-
-def limit_allocator(config: Config, device: Device) -> None:
-    """Hold CUDA's allocator to an explicit memory.budget."""
-    budget = config.memory.budget_bytes
-    if budget is not None and device.kind == "cuda":
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / device.total_bytes), device.torch_device)
 
 
 def start_fallback(memory: MemorySettings, found: Forecast, say: Callable[[str], None]) -> OutOfMemoryFallback:
@@ -156,9 +156,10 @@ def measured_lines(found: Forecast, result: WarmupResult, taken: list[str]) -> l
         ]
     expected = found.plan.phases["steady_step"].bytes
     difference = f"{result.step_bytes / expected - 1:+.1%}" if not taken else "after the changes above"
+    reserved = f", {gib(result.reserved_bytes)} reserved by the allocator" if result.reserved_bytes else ""
     shown = [
         f"memory of the longest micro-batch ({result.tokens:,} tokens): forecast {gib(expected)}, "
-        f"measured {gib(result.step_bytes)} ({difference})"
+        f"measured {gib(result.step_bytes)} ({difference}){reserved}"
     ]
     if result.eval_bytes and "evaluation" in found.plan.phases:
         foreseen = found.plan.phases["evaluation"].bytes

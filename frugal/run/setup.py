@@ -21,9 +21,11 @@ from frugal.data import PreparedData
 from frugal.decision import Decision
 from frugal.device import Device, needs_loss_scaling, resolve_dtype, usable
 from frugal.distributed import group as ranks
+from frugal.distributed.device_wait import numbers
 from frugal.distributed.launch import Launch, check_group, read_launch, unused_gpus
 from frugal.distributed.strategy import Strategy
 from frugal.distributed.zero.config import import_deepspeed
+from frugal.memory.device_memory import YOUNG_CONTEXT_BYTES, grow_segments, used_by_others
 from frugal.models.attention import join_rows
 from frugal.models.modules.host_embedding import decide_embedding
 from frugal.models.positions import per_call_rotary, positions, refuse_mixed_lengths
@@ -55,6 +57,8 @@ class Machine:
     in_backward: Decision[bool]
     notes: list[str]
     """About the launch, for the user."""
+    outside_bytes: int = 0
+    """Of a GPU's memory, what this process holds beside its allocator: the context, NCCL's buffers."""
 
     @property
     def decisions(self) -> list[Decision[Any]]:
@@ -89,8 +93,29 @@ def open_machine(config: Config) -> Machine:
         loss_scaling=needs_loss_scaling(dtype.value),
         world_size=ranks.world_size(),
     )
-    notes = [note for note in (*launch.notes, unused_gpus(launch, gpus), _without_kernels(device)) if note]
-    return Machine(accelerator, launch, device, dtype, in_backward, notes)
+    segments = grow_segments()
+    kernels = _without_kernels(device)
+    outside = _settle(device, dtype.value)
+    notes = [note for note in (*launch.notes, unused_gpus(launch, gpus), segments, kernels) if note]
+    return Machine(accelerator, launch, device, dtype, in_backward, notes, outside)
+
+
+def _settle(device: Device, dtype: torch.dtype) -> int:
+    """Let the libraries that take a GPU's memory beside the allocator take theirs now, while there is room and before
+    anything is planned: cuBLAS its handle, NCCL its buffers. Returns the bytes that this process holds there."""
+    if device.kind != "cuda" or not torch.cuda.is_available():
+        return 0
+    ones = torch.ones(16, 16, device=device.torch_device, dtype=dtype)
+    ones @ ones
+    if ranks.world_size() == 1:
+        return YOUNG_CONTEXT_BYTES
+    ranks.meet()  # NCCL's first operation has a time limit; what comes before it has not
+    before, _ = torch.cuda.mem_get_info(device.torch_device)
+    first = ones[0, :1].float()
+    torch.distributed.all_reduce(first)
+    numbers(first)
+    after, _ = torch.cuda.mem_get_info(device.torch_device)
+    return YOUNG_CONTEXT_BYTES + max(0, before - after)
 
 
 def _without_kernels(device: Device) -> str | None:
@@ -114,6 +139,8 @@ class RunSetup:
     """What to write beside keys of config.yaml that were `auto`: the reason, and the value where the key stays."""
     warnings: list[str] = field(default_factory=list)
     """What the user should know before weights are read."""
+    others_bytes: int = 0
+    """Of the device's memory, in use by others when the run was planned."""
 
 
 def resolve(
@@ -150,7 +177,7 @@ def resolve(
         config.memory.embedding, skeleton, config.lora, kind=device.kind, adds_tokens=bool(added)
     )
     rows = rows_needed(tokenizer, base.config())
-    planner = make_planner(config, base.config(), data, plan, order, device, dtype, rows)
+    planner = make_planner(config, base.config(), data, plan, order, device, dtype, rows, machine.outside_bytes)
     shared = share(config, machine.launch, planner, machine.accelerator.device)
     planner, strategy = shared.planner, shared.strategy
     found = forecast(config, planner)
@@ -158,6 +185,10 @@ def resolve(
         of_budget = "as configured"
     else:
         of_budget = "what the device leaves for tensors" if device.kind == "cuda" else "half of the memory available"
+    others = planner.device.others_bytes
+    if used := used_by_others(others, planner.device.total_bytes):
+        of_budget += f"; {used}"
+        warnings.append(used)
     decisions: list[Decision[Any]] = [
         *machine.decisions,
         embedding,
@@ -179,7 +210,7 @@ def resolve(
         else:
             comments[one.key] = f"{one.value}: {one.reason}"
     decisions += _formats(config, data)
-    return RunSetup(Config.model_validate(values), strategy, found, decisions, comments, warnings)
+    return RunSetup(Config.model_validate(values), strategy, found, decisions, comments, warnings, others)
 
 
 def _formats(config: Config, data: PreparedData) -> Iterator[Decision[str]]:

@@ -22,6 +22,7 @@ from frugal.distributed.sanity_checks import preflight
 from frugal.errors import MemoryBudgetError, ProcessLost
 from frugal.exports.adapter import save_final
 from frugal.memory.checkpointing import apply_activation_checkpointing
+from frugal.memory.device_memory import limited
 from frugal.memory.space import clear_frames, is_out_of_memory
 from frugal.models.attention import join_rows
 from frugal.models.resolve import base_fingerprint
@@ -30,7 +31,7 @@ from frugal.objectives import LossModule, make_objective
 from frugal.ops.registry import recording
 from frugal.run.events import RunEvents
 from frugal.run.library_log import FILE_NAME, LibraryLog
-from frugal.run.memory import limit_allocator, start_fallback, warm_up
+from frugal.run.memory import start_fallback, warm_up
 from frugal.run.samples import Samples, asked_otherwise
 from frugal.run.setup import open_machine, resolve
 from frugal.run.sharing import layer_taker
@@ -129,7 +130,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         events.resolved(machine, setup, base_fingerprint=fingerprint)
         libraries.write_to(run_dir / (FILE_NAME if first else f"{group.rank()}.{FILE_NAME}"))
         events.warn(*setup.warnings)
-        limit_allocator(config, device)
+        cleanup.enter_context(limited(device, config.memory.budget_bytes, setup.others_bytes))
         events.start_trackers(accelerator)
 
         ran = cleanup.enter_context(recording())

@@ -109,6 +109,7 @@ def one_step(setup: TrainSetup, step: OptimizerStep, state: LoopState, hooks: Ho
         "tokens_per_second": tokens / seconds,
         "seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(setup.device),
+        **({"reserved_memory_bytes": torch.cuda.max_memory_reserved()} if setup.device.type == "cuda" else {}),
         "rows_sha256": rows_sha256(rows),
     }
 

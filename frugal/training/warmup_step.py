@@ -33,6 +33,8 @@ class WarmupResult:
     rows: int
     tokens: int
     """Of the micro-batch that was run, padding counted."""
+    reserved_bytes: int = 0
+    """Most that CUDA's allocator held, with holes and what it keeps: what runs out. 0 on a CPU."""
 
 
 def micro_batch_tokens(lengths: np.ndarray, rows: list[int], *, flat: bool) -> int:
@@ -72,9 +74,13 @@ def run_warmup_step(
     micro = setup.memory.micro_batch_rows
     rows = longest_micro_batch(setup.order, setup.plan, lengths, micro=micro, flat=flat, first_step=first_step)
 
+    reserved = [0]
+
     def peak(action: Callable[[], object]) -> int:
-        with LiveBytesMeter(setup.module, setup.optimizer, limit_bytes=limit_bytes) as meter:
+        # by name: with parameters offloaded the first of them is on the host, while the step is on the GPU
+        with LiveBytesMeter(setup.module, setup.optimizer, device=setup.device, limit_bytes=limit_bytes) as meter:
             action()
+        reserved.append(meter.reserved_bytes)
         return meter.peak_bytes
 
     with put_back(setup):
@@ -86,7 +92,9 @@ def run_warmup_step(
         eval_bytes = 0 if evaluated is None else peak(evaluated)
         setup.strategy.rest(setup.wrapped)
         save_bytes = 0 if save is None else peak(save)
-    return WarmupResult(step_bytes, eval_bytes, save_bytes, len(rows), micro_batch_tokens(lengths, rows, flat=flat))
+    return WarmupResult(
+        step_bytes, eval_bytes, save_bytes, len(rows), micro_batch_tokens(lengths, rows, flat=flat), max(reserved)
+    )
 
 
 def _run(setup: TrainSetup, step: OptimizerStep, rows: list[int]) -> None:

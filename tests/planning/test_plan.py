@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from frugal.device import GPUS, Device, find_gpu
 from frugal.errors import ConfigError, ModelError
 from frugal.planning import Planner, make_planner
 from frugal.planning.architectures import known_architecture
-from frugal.planning.host import device_allowance, tensor_budget
+from frugal.planning.host import ROUNDING, device_allowance, tensor_budget
 from frugal.planning.inputs import architecture, planned_device
 from frugal.planning.show import lines
 from frugal.planning.simulate import PHASES, MemorySimulator, Shape
@@ -178,6 +179,39 @@ def test_allowance_is_inside_the_budget() -> None:
     assert budget + sum(device_allowance("cuda", (8, 6), budget).values()) == pytest.approx(total, abs=16)
 
 
+def test_nccl_has_buffers_of_its_own() -> None:
+    """M4: a communicator's buffers lie beside tensors on every GPU of several."""
+    alone, shared = (device_allowance("cuda", (8, 6), 0, ranks) for ranks in (1, 2))
+    assert set(shared) - set(alone) == {"nccl"}
+    assert tensor_budget("cuda", (8, 6), 24 << 30) > tensor_budget("cuda", (8, 6), 24 << 30, 2)
+    assert "nccl" not in device_allowance("cpu", None, 0, 2)
+
+
+def budget_of(tensors: int, ranks: int = 1) -> str:
+    """The memory.budget of a GPU that leaves ``tensors`` bytes for tensors."""
+    fixed = sum(device_allowance("cuda", (8, 0), 0, ranks).values())
+    return f"{int(tensors * (1 + ROUNDING)) + fixed + 1}B"
+
+
+def test_a_budget_counts_the_context(tiny_llama_folder: Path) -> None:
+    """M3: "device memory that the run may take" is not what tensors may take."""
+    planner = planner_of(tiny_llama_folder, "8GB", budget="2GB")
+    assert planner.budget_bytes == tensor_budget("cuda", (8, 0), 2 << 30)
+    assert planner_of(tiny_llama_folder, "8GB", budget="9GB").budget_bytes == tensor_budget("cuda", (8, 0), 8 << 30)
+
+
+def test_what_others_use_is_not_there(tiny_llama_folder: Path) -> None:
+    """M1: a desktop and other jobs take from the same device."""
+    planner = planner_of(tiny_llama_folder, "8GB")
+    shared = replace(planner, device=replace(planner.device, others_bytes=3 << 30))
+    assert shared.budget_bytes == tensor_budget("cuda", (8, 0), 5 << 30)
+    plan = shared.plan(with_line=False)
+    assert any("3.00 GiB of the device's 8.00 GiB are in use by others" in line for line in lines(plan))
+    device = plan.to_json()["device"]
+    assert device["others_bytes"] == 3 << 30
+    assert device["headroom_bytes"] == (5 << 30) - device["need_bytes"]
+
+
 def planner_of(folder: Path, vram: str, **memory: Any) -> Planner:
     config = load_config(
         {
@@ -196,7 +230,7 @@ def test_auto_takes_the_fastest_policy_that_fits(tiny_llama_folder: Path) -> Non
     assert (roomy.policy, roomy.fits, roomy.asked_policy) == ("none", True, "auto")
     peaks = {p: planner_of(tiny_llama_folder, "8GB").step_peak(p).bytes for p in ("none", "recompute", "offload")}  # type: ignore[arg-type]
     assert peaks["none"] > peaks["recompute"] >= peaks["offload"]
-    tight = planner_of(tiny_llama_folder, "8GB", budget=f"{(peaks['none'] + peaks['recompute']) // 2}B")
+    tight = planner_of(tiny_llama_folder, "8GB", budget=budget_of((peaks["none"] + peaks["recompute"]) // 2))
     found = tight.plan(with_line=False)
     assert found.policy == "recompute"
     assert found.tried == {"none": peaks["none"], "recompute": peaks["recompute"]}
@@ -230,7 +264,7 @@ def test_sweep_and_solve(tiny_llama_folder: Path) -> None:
     assert lengths == sorted(lengths)
     assert lengths[0] > 0
     recompute = planner.step_peak("recompute").bytes
-    measures = solve(planner_of(tiny_llama_folder, "8GB", budget=f"{recompute + 1000}B"))
+    measures = solve(planner_of(tiny_llama_folder, "8GB", budget=budget_of(recompute + 1000)))
     assert [m.settings["memory.checkpoint"] for m in measures] == ["none", "recompute"]
     assert measures[-1].fits
     assert not measures[0].fits

@@ -15,6 +15,7 @@ from frugal.cli.main import app
 from frugal.config import load_config
 from frugal.planning import Planner
 from frugal.planning.api import choose_strategy, settled
+from frugal.planning.host import ROUNDING, device_allowance
 from frugal.planning.inputs import planned_device
 
 
@@ -100,7 +101,8 @@ def test_the_choice_of_a_strategy(folder: Path) -> None:
     cut = planner(folder, world_size=2, strategy="fsdp2", shard_base=True)
     need, least = whole.step_peak("recompute").bytes, cut.step_peak("recompute").bytes
     assert least < need
-    tight = planner(folder, world_size=2, memory={"budget": f"{(need + least) // 2}B"})
+    fixed = sum(device_allowance("cuda", (8, 0), 0, 2).values())
+    tight = planner(folder, world_size=2, memory={"budget": f"{int((need + least) / 2 * (1 + ROUNDING)) + fixed}B"})
     found = choose_strategy(tight)
     assert found.value == ("fsdp2", True)
     assert "does not fit" in found.reason
