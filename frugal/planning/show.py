@@ -42,8 +42,8 @@ def lines(plan: Plan) -> list[str]:
     shown.append(
         f"  {'not simulated (allowance)':<26}{gib(sum(plan.allowance.values())):>10}  {', '.join(plan.allowance)}"
     )
-    if others := used_by_others(plan.device.others_bytes, plan.device.total_bytes):
-        shown.append(f"  {others}")
+    if in_use := used_by_others(plan.device.others_bytes, plan.device.total_bytes):
+        shown.append(f"  {in_use}")
     peak = plan.peak
     parts = ", ".join(f"{name} {gib(count)}" for name, count in sorted(peak.by_category.items(), key=lambda x: -x[1]))
     shown.append(f"at the highest: {parts}")

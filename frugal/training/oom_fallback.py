@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from frugal.errors import MemoryBudgetError
 from frugal.memory.checkpointing import CheckpointHandle, Policy, apply_activation_checkpointing
@@ -58,7 +58,7 @@ class MemorySettings:
     def halve_chunks(self) -> str | None:
         """Compute loss and MLP over half as many tokens at a time, never fewer than `HALVED_TO`."""
         module, tiles = self.module, self._tiles()
-        table = module.model.get_input_embeddings().weight
+        table = cast(Any, module.model).get_input_embeddings().weight
         on_cpu, most = not self.on_cuda, self.tokens or sys.maxsize
         chunk = min(most, module.chunk_tokens or chunk_tokens_for(table.shape[0], 4, on_cpu=on_cpu))
         widths = [cast(int, mlp.get_submodule(mlp.down_name).in_features) for mlp in tiles]
