@@ -40,7 +40,7 @@ def test_an_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_llama()
     ids = torch.arange(12)[None] % 300
     batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    plain, plain_sums = LossModule(model, make_objective("causal_lm"))(dict(batch))
+    plain, plain_sums = LossModule(model, make_objective("sft"))(dict(batch))
     twice, sums = LossModule(model, make_objective("doubled"))(dict(batch))
     assert torch.equal(twice, 2 * plain)
     assert sums[1] == plain_sums[1] == 11

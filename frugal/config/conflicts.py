@@ -12,6 +12,38 @@ def _changed(section: Section, key: str) -> bool:
     return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
+_OBJECTIVES_OF = {
+    "beta": ("dpo", "orpo", "simpo"),
+    "loss_type": ("dpo",),
+    "label_smoothing": ("dpo", "simpo"),
+    "simpo_gamma": ("simpo",),
+}
+"""Keys of `objective`, and the objectives that read them."""
+
+
+def _of_objective(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Contradictions between what is trained for and the rest."""
+    objective, data, train = config.objective, config.data, config.train
+    name = objective.name
+    for key, names in _OBJECTIVES_OF.items():
+        if name not in names and _changed(objective, key):
+            keys = (f"objective.{key}", "objective.name")
+            yield keys, f"has no effect with objective.name: {name}; it is a key of {', '.join(names)}"
+    if name == "dpo" and objective.label_smoothing and objective.loss_type != "sigmoid":
+        keys = ("objective.label_smoothing", "objective.loss_type")
+        yield keys, f"has no effect with objective.loss_type: {objective.loss_type}; write loss_type: sigmoid"
+    if name == "sft":
+        return
+    if train.label_smoothing:
+        way = "write objective.label_smoothing" if name in _OBJECTIVES_OF["label_smoothing"] else "leave it out"
+        yield ("train.label_smoothing", "objective.name"), f"smooths the tokens of objective.name: sft; {way}"
+    if data.packing:
+        yield ("data.packing", "objective.name"), f"is not there for pairs (objective.name: {name}): leave it out"
+    if data.train_on == "all":
+        message = f"would train the prompt too; objective.name: {name} compares answers: leave it out, or write last"
+        yield ("data.train_on", "objective.name"), message
+
+
 def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield each contradiction: the keys it was read from (it is reported at the first), and a message."""
     model, lora, data, train, output = config.model, config.lora, config.data, config.train, config.output
@@ -21,6 +53,7 @@ def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"{lora.init_lora_weights} starts from the unquantised weights, and model.quantize is {model.quantize}: "
             "set model.quantize: none, or another start",
         )
+    yield from _of_objective(config)
     if not lora.target_modules:
         yield ("lora.target_modules",), "names no module: write all-linear, or at least one name"
     both = set(lora.modules_to_save) & set(lora.target_modules if isinstance(lora.target_modules, list) else [])

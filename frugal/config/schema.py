@@ -135,6 +135,21 @@ class DataSection(Section):
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
+class ObjectiveSection(Section):
+    name: Literal["sft", "dpo", "orpo", "simpo"] = "sft"
+    """What is trained for. sft: the answers of the rows. dpo, orpo, simpo: a chosen answer above a rejected one, from
+    rows of the format `preference`; only dpo compares with the base as it was (the adapter switched off)."""
+    beta: Number | None = Field(default=None, gt=0)
+    """dpo: how far the adapter may go from the base, less is farther. orpo: weight of the odds ratio. simpo: scale of
+    the mean log-probabilities. Unset: 0.1, for simpo 2."""
+    loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """The loss of dpo: that of its paper, IPO (by token, as in TRL), or the hinge of SLiC."""
+    label_smoothing: Number = Field(default=0.0, ge=0, lt=0.5)
+    """Part of the pairs that are taken to be the wrong way round (conservative DPO); dpo with sigmoid, and simpo."""
+    simpo_gamma: Number = Field(default=0.5, ge=0)
+    """Margin by which simpo wants the chosen answer to be better. Not multiplied by beta."""
+
+
 class TrainSection(Section):
     num_train_epochs: Number = Field(default=1.0, gt=0)
     """Passes over the data; max_steps wins when it is set."""
@@ -249,6 +264,7 @@ class Config(Section):
     model: ModelSection
     lora: LoraSection = Field(default_factory=LoraSection)
     data: DataSection
+    objective: ObjectiveSection = Field(default_factory=ObjectiveSection)
     train: TrainSection = Field(default_factory=TrainSection)
     memory: MemorySection = Field(default_factory=MemorySection)
     distributed: DistributedSection = Field(default_factory=DistributedSection)

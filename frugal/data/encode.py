@@ -7,14 +7,15 @@ What is trained, by kind of row:
 * prompt and completion: turns of a user and the assistant where there is a chat template, because chat asks so; without
   one, or where the prompt spells the template's tokens itself, the two texts joined as they are and the end token; the
   completion and the end token;
-* text: every token and the end token.
+* text: every token and the end token;
+* pairs: each of the two answers behind its prompt, as the kinds above; never a turn of the prompt.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from frugal.data.chat.spans import Answer, RenderedChat, render_chat
 from frugal.data.chat.templates import choose_template
 from frugal.data.rows import Example, Message
 from frugal.data.tokenizer import Encoded, TextEncoder, adds_bos, one_bos, special_tokens_of, trained_tokens
-from frugal.errors import DataError, UnsupportedError
+from frugal.errors import DataError
 
 TrainOn = Literal["assistant", "last", "all"]
 
@@ -95,11 +96,19 @@ class RowEncoder:
         """Rows in the order of the examples. Raises DataError when a template breaks the sandbox's limits."""
         return self._encode([self._job(example) for example in examples])
 
-    def preference(self, example: Example) -> tuple[EncodedRow, EncodedRow]:
-        """The chosen and the rejected conversation of a preference row, only the answer trained."""
-        jobs = [self._guarded(example, [*example.messages, *answer]) for answer in (example.chosen, example.rejected)]
-        chosen, rejected = self._encode(jobs)
-        return chosen, rejected
+    def preferences(self, examples: Sequence[Example]) -> list[tuple[EncodedRow, EncodedRow]]:
+        """The chosen and the rejected document of preference rows, only the answer trained: earlier answers are part
+        of the prompt."""
+        jobs: list[_Job] = []
+        for example in examples:
+            prompt = [replace(message, train=False) for message in example.messages]
+            for answer in (example.chosen, example.rejected):
+                if self.as_turns(example):
+                    jobs.append(self._guarded(example, [*prompt, *answer]))
+                else:
+                    jobs.append(self._text_job(example.prompt, answer[-1].content or ""))
+        rows = self._encode(jobs)
+        return list(zip(rows[0::2], rows[1::2], strict=True))
 
     def _encode(self, jobs: list[_Job]) -> list[EncodedRow]:
         good = [job for job in jobs if not job.row.fault]
@@ -137,25 +146,27 @@ class RowEncoder:
         if example.kind == "prompt_completion":
             if example.tools or len(example.messages) > 2 or any(m.reasoning_content for m in example.messages):
                 return _Job("", [], [], [], _empty_row("system text, tools or reasoning need a chat template"))
-            text, begin = example.prompt + example.completion, len(example.prompt)
-            spans = [(0, len(text))] if self.train_on == "all" else [(begin, len(text))]
-            row = _empty_row()
-            row.answers = 1
-            return _Job(text, spans, [begin] if begin else [], [], row, add_end=True)
+            return self._text_job(example.prompt, example.completion)
         if example.kind == "text":
             row = _empty_row()
             row.answers = 1
             return _Job(example.text, [(0, len(example.text))], [], [], row, add_end=True)
-        raise UnsupportedError(
-            "Preference rows (chosen and rejected) cannot be trained on by `frugal train` yet; `frugal preview` "
-            "shows them. "
-            "Train on the chosen answers alone with `format: messages`, or use TRL's DPOTrainer on `frugal.load(...)`."
-        )
+        raise AssertionError(f"{example.source}:{example.line}: {example.kind} rows are not encoded one by one")
+
+    def _text_job(self, prompt: str, completion: str) -> _Job:
+        """Two texts, joined as they are, and the end token."""
+        text, begin = prompt + completion, len(prompt)
+        spans = [(0, len(text))] if self.train_on == "all" else [(begin, len(text))]
+        row = _empty_row()
+        row.answers = 1
+        return _Job(text, spans, [begin] if begin else [], [], row, add_end=True)
 
     def as_turns(self, example: Example) -> bool:
-        """Whether a row of prompt and completion becomes turns of the chat template: yes where there is one, unless its
-        prompt is rendered already."""
-        if example.kind != "prompt_completion" or self.renderer is None:
+        """Whether a row of prompt and completion, or a pair, becomes turns of the chat template: yes where there is
+        one, unless its prompt is rendered already. A pair that has turns always does."""
+        if example.kind == "preference" and not example.prompt:
+            return True
+        if example.kind not in ("prompt_completion", "preference") or self.renderer is None:
             return False
         return self.renderer.control_pattern.search(example.prompt) is None
 

@@ -19,13 +19,15 @@ from frugal.data.chat.sandbox import TemplateLimit
 from frugal.data.chat.templates import PLAIN, portable
 from frugal.data.dataset import DatasetCounts, TokenDataset, build_dataset, report_counts, where
 from frugal.data.encode import EncodedRow, RowEncoder, chat_renderer
+from frugal.data.pairs import EncodedPair, build_pairs, encode_pairs
 from frugal.data.report import DataReport
 from frugal.data.rows import Example
 from frugal.data.sources.mixing import keep_apart, load_train_eval
 from frugal.data.tokenizer import TextEncoder
-from frugal.errors import DataError, UnsupportedError
+from frugal.errors import ConfigError, DataError
 
 Say = Callable[[str], None]
+TRAIN_PAIRS = "To train on pairs (or with orpo, simpo), write\nobjective:\n  name: dpo\n  beta: 0.1"
 _LOOK_AT = 1000
 """Documents among which one is looked for."""
 _CHUNK = 256
@@ -77,6 +79,7 @@ def build(
     zero_rows: Collection[int] = (),
     say: Say | None = None,
     clock: datetime | None = None,
+    objective: str = "sft",
 ) -> PreparedData:
     """Prepare the data of a run.
 
@@ -89,11 +92,12 @@ def build(
         zero_rows: ids whose embedding row is all zero, for the warning about tokens that were never trained.
         say: takes one-line messages for the user (the same lines are notes of the report).
         clock: the time for chat templates that print it; a run keeps one for its whole life. None: now.
+        objective: name of the objective: pairs are for others than sft, and nothing else is.
 
     Raises:
         DataError: data that cannot be read or rendered, ids outside the table, or no row left to train on.
-        ConfigError: no chat template, or one that does not fit.
-        UnsupportedError: preference rows, or a tokenizer without offsets.
+        ConfigError: no chat template, or one that does not fit; rows that are not what the objective trains on.
+        UnsupportedError: a tokenizer without offsets.
     """
     train, held_out, report = load_train_eval(data, seed=seed)
     return build_from(
@@ -107,6 +111,7 @@ def build(
         zero_rows=zero_rows,
         say=say,
         clock=clock,
+        objective=objective,
     )
 
 
@@ -122,10 +127,11 @@ def build_from(
     zero_rows: Collection[int] = (),
     say: Say | None = None,
     clock: datetime | None = None,
+    objective: str = "sft",
 ) -> PreparedData:
     """`build` for examples that were read already; arguments and errors are the same."""
+    check_kinds([*train, *held_out], objective)
     train = keep_apart(train, held_out, report)
-    refuse_preference([*train, *held_out])
     row_encoder = make_encoder(data, tokenizer, [*train, *held_out], report, clock=clock)
     hits = 0
     sets: list[tuple[TokenDataset, DatasetCounts]] = []
@@ -195,7 +201,8 @@ def make_encoder(
     kinds = {example.kind for example in examples}
     renderer = None
     asks_with_template = data.chat_template is not None or bool(tokenizer.chat_template)
-    if kinds & {"messages", "preference"} or ("prompt_completion" in kinds and asks_with_template):
+    turns = "messages" in kinds or any(example.kind == "preference" and not example.prompt for example in examples)
+    if turns or (kinds & {"prompt_completion", "preference"} and asks_with_template):
         formats = {source.format for source in report.sources if source.format not in ("prompt_completion", "text")}
         # One time for all rows: a template may print minutes.
         clock = clock if clock is not None else datetime.now()
@@ -246,14 +253,20 @@ def _note_forms(made: RowEncoder, examples: Sequence[Example], report: DataRepor
         )
 
 
-def refuse_preference(examples: Sequence[Example]) -> None:
-    """Raises UnsupportedError when a row is a preference row: these are loaded and shown, not trained yet."""
+def check_kinds(examples: Sequence[Example], objective: str) -> None:
+    """Raises ConfigError, with the lines to write, when a row is not of the kind that ``objective`` trains on."""
+    pairs = objective != "sft"
     for example in examples:
-        if example.kind == "preference":
-            raise UnsupportedError(
-                f"{where(example)} is a preference row (chosen and rejected). `frugal preview` shows such rows, "
-                "`frugal train` does not train them yet: use TRL's DPOTrainer on the model of `frugal.load(...)`, or "
-                "write the chosen answers as `messages` rows."
+        if pairs and example.kind != "preference":
+            raise ConfigError(
+                f"{where(example)} is no preference row, and objective.name is {objective}, which compares a `chosen` "
+                "with a `rejected` answer in every row. Name a file of such rows in data.train and data.eval, or, to "
+                "learn single answers, write\nobjective:\n  name: sft"
+            )
+        if not pairs and example.kind == "preference":
+            raise ConfigError(
+                f"{where(example)} is a preference row (chosen and rejected), and objective.name is sft, which learns "
+                f"single answers. {TRAIN_PAIRS}\nTo learn the chosen answers alone, write them as `messages` rows."
             )
 
 
@@ -326,6 +339,12 @@ def _tokenised(
     unique = list({id(example): example for example in examples}.values())  # a weight repeats the same object
     if data.num_proc > 1:
         tell(f"data.num_proc: {data.num_proc} is not used: the tokenizer uses all cores by itself")
+    if examples and examples[0].kind == "preference":  # then all are
+        pairs: dict[int, EncodedPair] = {}
+        for at in range(0, len(unique), _CHUNK):
+            chunk = unique[at : at + _CHUNK]
+            pairs.update(zip(map(id, chunk), encode_pairs(row_encoder, chunk, data), strict=True))
+        return build_pairs([pairs[id(example)] for example in examples], data)
     rows: dict[int, EncodedRow] = {}
     for at in range(0, len(unique), _CHUNK):
         chunk = unique[at : at + _CHUNK]

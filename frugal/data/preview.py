@@ -18,10 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from frugal.config import DataSection
-from frugal.data.answer_ends import EndCount, TemplateReport, template_report
+from frugal.data.answer_ends import TemplateReport
 from frugal.data.dataset import where
 from frugal.data.encode import EncodedRow, RowEncoder
-from frugal.data.pipeline import build_from, make_encoder
+from frugal.data.pairs import encode_pairs
+from frugal.data.pipeline import TRAIN_PAIRS, build_from, make_encoder
 from frugal.data.report import DataReport
 from frugal.data.rows import Example
 from frugal.data.sources.mixing import load_train_eval
@@ -61,7 +62,7 @@ class PreviewData:
 
     rows: list[ShownRow]
     lengths: np.ndarray
-    """int64: tokens of each training row before packing, or of each answer pair's rows."""
+    """int64: tokens of each training row before packing, of a pair both documents'."""
     report: DataReport
     template_report: TemplateReport
     max_length: int
@@ -77,16 +78,20 @@ def preview_rows(
     rows: int = 5,
     cache_dir: Path | None = None,
     zero_rows: Sequence[int] = (),
+    objective: str = "sft",
 ) -> PreviewData:
     """Prepare all data as training would, and the first ``rows`` rows for showing.
 
     ``vocab_size``: rows of the embedding table, to refuse ids outside of it; None: not checked.
-    Preference rows are shown as pairs, chosen and rejected, though they cannot be trained yet. Raises what `build`
-    raises.
+    Preference rows are shown as pairs, chosen and rejected, also with ``objective`` sft, which does not train them;
+    a note says so then. Raises what `build` raises.
     """
     train, held_out, report = load_train_eval(data, seed=seed)
-    if any(example.kind == "preference" for example in [*train, *held_out]):
-        return _preference(data, tokenizer, train, report, rows)
+    pairs = bool(train) and all(example.kind == "preference" for example in [*train, *held_out])
+    notes = []
+    if pairs and objective == "sft":
+        objective = "dpo"
+        notes.append(f"objective.name is sft, which does not train preference rows. {TRAIN_PAIRS}")
     clock = datetime.now()
     prepared = build_from(
         train,
@@ -98,9 +103,18 @@ def preview_rows(
         cache_dir=cache_dir,
         zero_rows=zero_rows,
         clock=clock,
+        objective=objective,
     )
     row_encoder = make_encoder(data, tokenizer, train, DataReport(sources=report.sources), keep_text=True, clock=clock)
     head = _spread(train, rows)
+    if pairs:
+        shown = [
+            _shown(f"{where(example)} {name}", row, row_encoder, data.max_length, pair.fault)
+            for example, pair in zip(head, encode_pairs(row_encoder, head, data), strict=True)
+            for name, row in zip(("chosen", "rejected"), pair.both, strict=True)
+        ]
+        lengths = prepared.train.document_lengths
+        return PreviewData(shown, lengths, prepared.report, prepared.template_report, data.max_length, notes)
     shown = [
         _shown(where(example), row, row_encoder, data.max_length if example.kind != "text" else len(row.ids))
         for example, row in zip(head, row_encoder.encode(head), strict=True)
@@ -120,30 +134,7 @@ def _spread(examples: Sequence[Example], rows: int) -> list[Example]:
     return [examples[index] for index in sorted(chosen[:rows])]
 
 
-def _preference(
-    data: DataSection, tokenizer: Any, examples: Sequence[Example], report: DataReport, rows: int
-) -> PreviewData:
-    row_encoder = make_encoder(data, tokenizer, examples, report, keep_text=True)
-    shown: list[ShownRow] = []
-    count = EndCount()
-    lengths: list[int] = []
-    pairs = [example for example in examples if example.kind == "preference"]
-    for number, example in enumerate(pairs):
-        for name, row in zip(("chosen", "rejected"), row_encoder.preference(example), strict=True):
-            if row.fault:
-                report.drop(row.fault, where(example))
-            else:
-                count.add(row)
-                lengths.append(len(row.ids))
-            if number < rows:
-                shown.append(_shown(f"{where(example)} {name}", row, row_encoder, data.max_length))
-    report.set("train", pairs=len(pairs), tokens_in=sum(lengths))
-    ends = template_report(count, row_encoder.encoder, row_encoder.renderer)
-    note = "Preference rows are shown and checked; `frugal train` does not train on them yet (TRL's DPOTrainer does)."
-    return PreviewData(shown, np.array(lengths, np.int64), report, ends, data.max_length, [note])
-
-
-def _shown(title: str, row: EncodedRow, row_encoder: RowEncoder, max_length: int) -> ShownRow:
+def _shown(title: str, row: EncodedRow, row_encoder: RowEncoder, max_length: int, fault: str = "") -> ShownRow:
     tokens: list[ShownToken] = []
     if row.starts is not None and row.ends is not None:
         reached = 0
@@ -157,7 +148,7 @@ def _shown(title: str, row: EncodedRow, row_encoder: RowEncoder, max_length: int
             tokens.append(
                 ShownToken(row_encoder.encoder.token(token_id) if special else text, token_id, trained, special)
             )
-    return ShownRow(title, tokens, min(len(tokens), max_length), row.fault)
+    return ShownRow(title, tokens, min(len(tokens), max_length), row.fault or fault)
 
 
 def render_preview(preview: PreviewData) -> RenderableType:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -63,10 +63,15 @@ class HeadSpec:
         *,
         label_smoothing: float = 0.0,
         chunk_tokens: int | None = None,
+        reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor:
-        """Sum of the losses of hidden states [tokens, hidden_size] and shifted labels [tokens]: fp32 scalar."""
+        """Sum of the losses of hidden states [tokens, hidden_size] and shifted labels [tokens]: fp32 scalar.
+
+        ``reduction="none"``: each token's, [tokens]; its backward pass reads the head's weight again, which has to be
+        whole then.
+        """
         weight = whole_weight(self.head, hidden.device)
-        # gradients are made in here, backward needs no weight
+        # of a sum gradients are made in here, backward needs no weight
         with gathered(self.head) if weight is None else contextlib.nullcontext():
             parts = self._parts()
             parts = parts if weight is None else replace(parts, weight=weight)
@@ -76,6 +81,7 @@ class HeadSpec:
             return linear_cross_entropy(
                 hidden, parts.weight, labels, bias=parts.bias, logit_scale=self.logit_scale, softcap=self.softcap,
                 label_smoothing=label_smoothing, lora=lora, lora_input=lora_input, chunk_tokens=chunk_tokens,
+                reduction=reduction,
             )  # fmt: skip
 
     def loss_sum(
@@ -90,14 +96,33 @@ class HeadSpec:
 
         Through stock logits, all of which exist then, where the head could not be proven.
         """
+        return self._losses(inputs, labels, label_smoothing, chunk_tokens, "sum")
+
+    def log_probs(self, inputs: Mapping[str, Any], labels: Tensor, *, chunk_tokens: int | None = None) -> Tensor:
+        """Log-probability of each token [rows * tokens], at the position that predicts it; 0 where there is no target.
+
+        Arguments as of `loss_sum`.
+        """
+        return -self._losses(inputs, labels, 0.0, chunk_tokens, "none")
+
+    def _losses(
+        self,
+        inputs: Mapping[str, Any],
+        labels: Tensor,
+        label_smoothing: float,
+        chunk_tokens: int | None,
+        reduction: Literal["sum", "none"],
+    ) -> Tensor:
         shifted = shift_labels(labels).flatten()
         if self.exact and not self._refusal():
-            hidden = self.hidden_states(inputs)
-            return self.loss(hidden.flatten(0, -2), shifted, label_smoothing=label_smoothing, chunk_tokens=chunk_tokens)
+            hidden = self.hidden_states(inputs).flatten(0, -2)
+            return self.loss(
+                hidden, shifted, label_smoothing=label_smoothing, chunk_tokens=chunk_tokens, reduction=reduction
+            )
         logits = self.model(**inputs, use_cache=False).logits.flatten(0, -2)
         return F.cross_entropy(
             logits.to(torch.promote_types(logits.dtype, torch.float32)), shifted, ignore_index=IGNORE_INDEX,
-            label_smoothing=label_smoothing, reduction="sum",
+            label_smoothing=label_smoothing, reduction=reduction,
         )  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -34,6 +34,10 @@ class Objective(ABC):
     """Join the rows of a micro-batch instead of padding them; needs an attention that reads cu_seq_lens."""
     label_smoothing: float = 0.0
     """In training; evaluation stays plain, so that runs can be compared."""
+    answers: ClassVar[int] = 1
+    """Documents of up to data.max_length tokens in a row: 2 where a row is a pair."""
+    uses_reference: ClassVar[bool] = False
+    """Whether a step runs the base without its adapter too."""
 
     @abstractmethod
     def collate(self, data: TokenDataset, rows: Sequence[int]) -> Batch:
@@ -68,5 +72,5 @@ class Objective(ABC):
     def batch_without_values(self, rows: int, length: int, *, documents: int, device: torch.device) -> Batch:
         """A batch of ``rows`` rows of ``length`` tokens for the planner: `collate`'s shapes, every token a target.
 
-        ``documents``: packed in each row, equally long.
+        ``documents``: packed in each row, equally long; a pair is one row.
         """

@@ -20,7 +20,7 @@ from frugal.ops import IGNORE_INDEX
 class CausalLM(Objective):
     """A row is one document or several packed ones; a target is a supervised token, predicted by the one before it."""
 
-    name: ClassVar[str] = "causal_lm"
+    name: ClassVar[str] = "sft"
 
     def collate(self, data: TokenDataset, rows: Sequence[int]) -> Batch:
         """As `frugal.data.collate`: `labels` [rows, tokens] with label t at token t, -100 where nothing is trained."""

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, nn
 
+from frugal.config import ObjectiveSection
 from frugal.models.head import HeadSpec, split_head
 from frugal.objectives.base import Batch, Objective
 from frugal.objectives.causal_lm import CausalLM
+from frugal.objectives.dpo import DPO
+from frugal.objectives.orpo import ORPO
+from frugal.objectives.simpo import SimPO
 
-OBJECTIVES: dict[str, type[Objective]] = {each.name: each for each in (CausalLM,)}
+OBJECTIVES: dict[str, type[Objective]] = {each.name: each for each in (CausalLM, DPO, ORPO, SimPO)}
 
 
-def make_objective(name: str = "causal_lm", **settings: Any) -> Objective:
-    """The objective called ``name``; ``settings`` are fields of `Objective`."""
+def make_objective(name: str = "sft", **settings: Any) -> Objective:
+    """The objective called ``name``; ``settings`` are its fields."""
     return OBJECTIVES[name](**settings)
+
+
+def configured_objective(section: ObjectiveSection, *, label_smoothing: float = 0.0, **settings: Any) -> Objective:
+    """The objective of a configuration: every key of ``section`` that is set and that it has a field for.
+
+    ``label_smoothing``: `train.label_smoothing`, which smooths tokens; over pairs the section has one of its own.
+    """
+    kind = OBJECTIVES[section.name]
+    known = {one.name for one in fields(kind)}
+    given = {key: value for key, value in section.model_dump().items() if key in known and value is not None}
+    smoothing = section.label_smoothing if kind.answers > 1 else label_smoothing
+    return kind(**{**given, **settings, "label_smoothing": smoothing})
 
 
 class LossModule(nn.Module):

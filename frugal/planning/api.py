@@ -10,6 +10,7 @@ from typing import NamedTuple
 from frugal.config import Config
 from frugal.decision import Decision
 from frugal.errors import ConfigError
+from frugal.objectives import OBJECTIVES
 from frugal.planning.inputs import planned_device
 from frugal.planning.planner import Plan, Planner
 from frugal.planning.sharding import StrategyName
@@ -63,7 +64,7 @@ def make_planner(
 
 
 def _check_tokens(config: Config) -> None:
-    settings, length = config.train, config.data.max_length
+    settings, length = config.train, config.data.max_length * OBJECTIVES[config.objective.name].answers
     rows = max(settings.per_device_train_batch_size, settings.per_device_eval_batch_size)
     if rows * length > MOST_TOKENS:
         raise ConfigError(
@@ -142,7 +143,7 @@ def least_bytes(planner: Planner) -> int:
     """Peak of load and of a step under the leanest policy that the configuration allows."""
     policy = planner.policies[-1]
     rows = planner.config.train.per_device_eval_batch_size
-    evaluated = planner.eval_shape or Shape(rows, planner.config.data.max_length)
+    evaluated = planner.eval_shape or Shape(rows, planner.row_length)
     peaks = [planner.load_peak(policy).bytes, planner.step_peak(policy).bytes]
     if planner.has_eval is not False:
         peaks.append(planner.simulation(policy).peak("evaluation", evaluated).bytes)

@@ -118,6 +118,8 @@ class Plan:
     """What a rank sends."""
     ranks_per_host: int = 1
     """Ranks that `host_phases` counts together."""
+    answers: int = 1
+    """Documents of a row: 2 for a pair, each of data.max_length."""
     max_positions: int | None = None
     """What the model was made for, a row; None: its configuration says nothing."""
 
@@ -221,7 +223,9 @@ class Plan:
             "max_tokens": self.max_tokens,
             "max_tokens_checkpoint": best.policy if best else None,
             "max_tokens_confirmed": best.confirmed if best else False,
-            "max_length": min(self.max_tokens // self.shape.rows, self.max_positions or self.max_tokens),
+            "max_length": min(
+                self.max_tokens // (self.shape.rows * self.answers), self.max_positions or self.max_tokens
+            ),
             "max_positions": self.max_positions,
             "longest": {policy: row.to_json() for policy, row in self.longest.items()},
         }

@@ -8,6 +8,7 @@ from typing import Any
 
 from frugal.checkpoints.rotation import STATE_BYTES, kept_at_once
 from frugal.config import Config
+from frugal.objectives import OBJECTIVES
 from frugal.ops.attention.sdpa import WORKSPACE_BYTES
 from frugal.ops.gated_mlp import TILE_BYTES
 from frugal.ops.linear_cross_entropy import CHUNK_BYTES
@@ -68,8 +69,17 @@ class Planner:
     @property
     def shape(self) -> Shape:
         """The micro-batch that is planned for."""
-        train, data = self.config.train, self.config.data
-        return self.longest or Shape(train.per_device_train_batch_size, data.max_length)
+        return self.longest or Shape(self.config.train.per_device_train_batch_size, self.row_length)
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of the longest row: data.max_length, of a pair twice that."""
+        return self.config.data.max_length * self.answers
+
+    @property
+    def answers(self) -> int:
+        """Documents of a row that is not packed."""
+        return OBJECTIVES[self.config.objective.name].answers
 
     @property
     def budget_bytes(self) -> int:
@@ -128,6 +138,7 @@ class Planner:
                 self.device,
                 vocab_size=self.vocab_size,
                 packed=config.data.packing,
+                objective=config.objective,
                 policy=policy,
                 scratch_dir=config.memory.scratch_dir,
                 world_size=self.world_size,
@@ -238,7 +249,7 @@ class Planner:
         phases: dict[str, Peak] = {name: sim.peak(name, shape) for name in simulated if name != "evaluation"}
         rows = self.config.train.per_device_eval_batch_size
         if self.has_eval is not False and "evaluation" in simulated:
-            phases["evaluation"] = sim.peak("evaluation", self.eval_shape or Shape(rows, self.config.data.max_length))
+            phases["evaluation"] = sim.peak("evaluation", self.eval_shape or Shape(rows, self.row_length))
         rest = sim.at_rest("steady_step", shape)
         parameters, trained = sim.numbers()
         load = self.load_peak(policy)
@@ -278,6 +289,7 @@ class Planner:
             strategy_reason=self.strategy_reason,
             network=self.network,
             ranks_per_host=self.ranks_per_host,
+            answers=self.answers,
             max_positions=getattr(self.architecture.get_text_config(), "max_position_embeddings", None),
         )
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from frugal.config import LoraSection, MemorySection, ModelSection, TrainSection
+from frugal.config import LoraSection, MemorySection, ModelSection, ObjectiveSection, TrainSection
 from frugal.device import Device
 from frugal.distributed.strategy import OneProcess
 from frugal.memory.checkpointing import apply_activation_checkpointing
@@ -39,7 +39,7 @@ Parts = dict[StepPart, Sites]
 
 @dataclass(frozen=True)
 class Shape:
-    """One micro-batch: rows of equal length."""
+    """One micro-batch: rows of equal length, that of a pair being both its documents'."""
 
     rows: int
     length: int
@@ -70,6 +70,7 @@ class Subject:
     """Documents of a row."""
     policy: Policy = "recompute"
     scratch_dir: str | None = None
+    objective: ObjectiveSection = field(default_factory=ObjectiveSection)
     world_size: int = 1
     """Ranks of the run: with several the optimizer does not step inside backward."""
 
@@ -93,6 +94,7 @@ class SimulatedModel:
             mode=self.mode,
             vocab_size=subject.vocab_size,
             packed=subject.packed,
+            objective=subject.objective,
         )
         self.module: LossModule = self.fake.module
         self.optimizer: Optimizer = build_optimizer(trainable(self.module.model), subject.train)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from frugal.config import LoraSection, MemorySection, ModelSection
+from frugal.config import LoraSection, MemorySection, ModelSection, ObjectiveSection
 from frugal.models.attention import join_rows
 from frugal.models.build import ModelSpec, build
 from frugal.models.materialize import LoadedTensor
 from frugal.models.modules.host_embedding import HostEmbedding
 from frugal.models.resolve import ResolvedModel
-from frugal.objectives import LossModule, make_objective
+from frugal.objectives import LossModule, configured_objective
 
 SHORTEST = 3
 """Layers of the smaller of the two models that are run: first, last and one in between."""
@@ -84,6 +84,7 @@ def build_fake(
     mode: Any,
     vocab_size: int | None = None,
     packed: bool = False,
+    objective: ObjectiveSection | None = None,
 ) -> FakeRun:
     """The model of ``config`` with adapter and fused modules on fake tensors of ``device`` ("cpu", "meta").
 
@@ -109,7 +110,8 @@ def build_fake(
     )
     built = build(spec, "meta")
     flat = join_rows(built.base, built.attention.value, packing=packed).value
-    module = LossModule(built.model, make_objective(flat=flat), chunk_tokens=memory.loss_chunk_tokens, head=built.head)
+    trained_for = configured_objective(objective or ObjectiveSection(), flat=flat)
+    module = LossModule(built.model, trained_for, chunk_tokens=memory.loss_chunk_tokens, head=built.head)
     with mode:
         _materialise(module, torch.device(device))
     table = built.base.get_input_embeddings()

@@ -68,7 +68,7 @@ def solve(planner: Planner, tokens: int | None = None) -> list[Measure]:
 
     ``tokens``: the length wished for instead of data.max_length.
     """
-    length = tokens or planner.config.data.max_length
+    length = (tokens or planner.config.data.max_length) * planner.answers
     train = planner.config.train
     tried: list[Measure] = []
     steps: list[tuple[Planner, int, dict[str, Any], str]] = [(planner, train.per_device_train_batch_size, {}, "")]

@@ -29,7 +29,9 @@ def preview(
     tokenizer = load_tokenizer(base, add_tokens=model.add_tokens, trust_remote_code=model.trust_remote_code)
     settings = base.config()
     table = rows_needed(tokenizer, settings)
-    shown = preview_rows(config.data, tokenizer, seed=config.train.seed, vocab_size=table, rows=rows)
+    shown = preview_rows(
+        config.data, tokenizer, seed=config.train.seed, vocab_size=table, rows=rows, objective=config.objective.name
+    )
     shown.notes.extend(_beyond_positions(base, settings, shown))
     if html is not None:
         write_preview_html(shown, Path(html))

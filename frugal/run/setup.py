@@ -25,6 +25,7 @@ from frugal.distributed.device_wait import numbers
 from frugal.distributed.launch import Launch, check_group, read_launch, unused_gpus
 from frugal.distributed.strategy import Strategy
 from frugal.distributed.zero.config import import_deepspeed
+from frugal.errors import UnsupportedError
 from frugal.memory.device_memory import YOUNG_CONTEXT_BYTES, grow_segments, used_by_others
 from frugal.models.attention import join_rows
 from frugal.models.modules.host_embedding import decide_embedding
@@ -32,6 +33,7 @@ from frugal.models.positions import per_call_rotary, positions, refuse_mixed_len
 from frugal.models.resolve import ResolvedModel
 from frugal.models.skeleton import build_meta
 from frugal.models.tokenizer import new_token_ids, rows_needed
+from frugal.objectives import OBJECTIVES
 from frugal.ops.registry import check_attention
 from frugal.ops.rows import no_triton
 from frugal.run.memory import Forecast, forecast, make_planner
@@ -180,6 +182,12 @@ def resolve(
     planner = make_planner(config, base.config(), data, plan, order, device, dtype, rows, machine.outside_bytes)
     shared = share(config, machine.launch, planner, machine.accelerator.device)
     planner, strategy = shared.planner, shared.strategy
+    if OBJECTIVES[config.objective.name].answers > 1 and strategy.name not in ("one process", "ddp"):
+        raise UnsupportedError(
+            f"objective.name: {config.objective.name} trains in one process or with distributed.strategy: ddp so far, "
+            f"not with {strategy.name}, which cuts tensors that the log-probabilities read twice. Set "
+            "distributed.strategy: ddp, or objective.name: sft."
+        )
     found = forecast(config, planner)
     if config.memory.budget != "auto":
         of_budget = "as configured"

@@ -51,7 +51,16 @@ def prepare_data(config: Config, tokenizer: Any, base: ResolvedModel, *, clock: 
 
     def prepare() -> None:
         table = rows_needed(tokenizer, base.config())
-        mine.append(build(config.data, tokenizer, seed=config.train.seed, vocab_size=table, clock=clock))
+        mine.append(
+            build(
+                config.data,
+                tokenizer,
+                seed=config.train.seed,
+                vocab_size=table,
+                clock=clock,
+                objective=config.objective.name,
+            )
+        )
 
     ranks.on_first(prepare)
     if not mine:

@@ -10,7 +10,7 @@ from typing import Any
 
 from frugal.config import Config
 from frugal.files import read_json
-from frugal.objectives import Objective, make_objective
+from frugal.objectives import Objective, configured_objective
 from frugal.training.schedule import TrainPlan
 from frugal.training.setup import LoopState
 from frugal.units import gib, seconds
@@ -88,7 +88,7 @@ def result_of_finished(config: Config, saved: Mapping[str, Any]) -> TrainResult:
         run_dir,
         state,
         plan,
-        make_objective(pad_id=0, flat=False, label_smoothing=config.train.label_smoothing),  # for names of figures
+        configured_objective(config.objective),  # for names of figures
         kept_best=config.output.keep_best and state.best_step is not None,
         peak_bytes=int(noted.get("peak_memory_bytes", 0)),
     )

@@ -27,7 +27,7 @@ from frugal.memory.space import clear_frames, is_out_of_memory
 from frugal.models.attention import join_rows
 from frugal.models.resolve import base_fingerprint
 from frugal.models.tokenizer import zero_embedding_rows
-from frugal.objectives import LossModule, make_objective
+from frugal.objectives import LossModule, configured_objective
 from frugal.ops.registry import recording
 from frugal.run.events import RunEvents
 from frugal.run.library_log import FILE_NAME, LibraryLog
@@ -145,8 +145,11 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
 
         rows = join_rows(built.base, built.attention.value, packing=config.data.packing)
         events.manifest.decide(rows)
-        objective = make_objective(
-            pad_id=tokenizer.pad_token_id or 0, flat=rows.value, label_smoothing=settings.label_smoothing
+        objective = configured_objective(
+            config.objective,
+            label_smoothing=settings.label_smoothing,
+            pad_id=tokenizer.pad_token_id or 0,
+            flat=rows.value,
         )
         module = LossModule(model, objective, chunk_tokens=config.memory.loss_chunk_tokens, head=built.head)
         wrapped, optimizer = strategy.prepare(module, lambda: build_optimizer(trainable(model), settings))

@@ -137,7 +137,13 @@ def _with_rows(work: Work, config: Config | None, *, required: bool) -> Work:
         return work
     assert work.spec.vocab_size is not None
     try:
-        data = build_data(config.data, work.tokenizer, seed=config.train.seed, vocab_size=work.spec.vocab_size)
+        data = build_data(
+            config.data,
+            work.tokenizer,
+            seed=config.train.seed,
+            vocab_size=work.spec.vocab_size,
+            objective=config.objective.name,
+        )
     except DataError:
         if required:
             raise

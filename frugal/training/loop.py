@@ -105,7 +105,7 @@ def one_step(setup: TrainSetup, step: OptimizerStep, state: LoopState, hooks: Ho
         "learning_rate": lr,
         "grad_norm": norm,
         "tokens": tokens,
-        "trained_tokens": targets,
+        "trained_tokens": int(setup.rows.num_targets[rows].sum()),
         "tokens_per_second": tokens / seconds,
         "seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(setup.device),

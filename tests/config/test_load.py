@@ -192,7 +192,8 @@ def test_missing_keys_say_what_they_are() -> None:
         (b"# only a comment\n", "the file is empty"),
         (
             b"just text\n",
-            "line 1: expected sections (model, lora, data, train, memory, distributed, output), got 'just text'",
+            "line 1: expected sections (model, lora, data, objective, train, memory, distributed, output), "
+            "got 'just text'",
         ),
         (
             b"model:\n  base: \xe4\n",

@@ -87,10 +87,8 @@ def test_tabs(tmp_path: pathlib.Path) -> None:
 
 def test_a_list_at_the_top(tmp_path: pathlib.Path) -> None:
     message = refused(tmp_path, "- model\n- data\n")
-    assert (
-        "line 1: expected sections (model, lora, data, train, memory, distributed, output), got a list at the top"
-        in message
-    )
+    sections = "model, lora, data, objective, train, memory, distributed, output"
+    assert f"line 1: expected sections ({sections}), got a list at the top" in message
 
 
 def test_keys_of_your_own_start_with_x(tmp_path: pathlib.Path) -> None:
@@ -132,7 +130,7 @@ def test_keys_of_other_tools_name_their_counterpart(tmp_path: pathlib.Path, key:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("stage: dpo", "supervised fine-tuning (sft). Do not drop dpo, kto, rm or ppo"),
+        ("stage: dpo", "write objective.name: sft, the default, dpo, orpo or simpo. Do not drop kto, rm or ppo"),
         ("lora_rank: 8", "here it is called lora.r (lora.lora_alpha stays at its default of 32 unless you set it"),
         ("finetuning_type: lora", "plain `lora` of other tools (16-bit weights) is model.quantize: none"),
         ("lora_target: all", "lora.target_modules (all of LLaMA-Factory is all-linear here)"),

@@ -46,7 +46,7 @@ def test_preference_rows_begin_with_exactly_one(emits: bool, adds: bool, wanted:
     pair = Example("preference", "p.jsonl", 1, messages=[Message("user", "hi")])
     pair.chosen, pair.rejected = [Message("assistant", "yes")], [Message("assistant", "no")]
     row_encoder = RowEncoder(TextEncoder.from_tokenizer(tokenizer), chat_renderer(tokenizer, None))
-    for row, answer in zip(row_encoder.preference(pair), ("yes</s>", "no</s>"), strict=True):
+    for row, answer in zip(row_encoder.preferences([pair])[0], ("yes</s>", "no</s>"), strict=True):
         assert _leading(row.ids.tolist(), tokenizer.bos_token_id) == wanted
         assert trained_texts(tokenizer, row) == [answer]
 

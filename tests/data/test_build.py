@@ -89,12 +89,6 @@ def test_weights_repeat_rows(tmp_path: Path) -> None:
     }
 
 
-def test_preference_rows_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "p.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    with pytest.raises(UnsupportedError, match="DPOTrainer"):
-        build(section(rows), byte_tokenizer(), seed=0, vocab_size=300)
-
-
 def test_rows_that_the_template_refuses(tmp_path: Path) -> None:
     picky = (
         "{% for m in messages %}{% if m.content == 's' %}{{ raise_exception('Not this one') }}{% endif "

@@ -70,7 +70,7 @@ def test_preference_rows_are_shown_in_pairs(tmp_path: Path) -> None:
     assert [row.title.rsplit(" ", 1)[1] for row in preview.rows] == ["chosen", "rejected"]
     assert "⟦good<|im_end|>⟧" in printed
     assert "⟦bad<|im_end|>⟧" in printed
-    assert "does not train on them yet" in printed
+    assert "objective.name is sft, which does not train preference rows" in printed
 
 
 def test_warnings_are_shown(tmp_path: Path) -> None:

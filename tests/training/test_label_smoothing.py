@@ -68,4 +68,4 @@ def test_the_loop_trains_the_smoothed_loss_and_reports_the_plain_one_of_evaluati
 
 def test_every_objective_is_registered_under_its_name() -> None:
     assert all(name == each.name for name, each in OBJECTIVES.items())
-    assert make_objective().name == "causal_lm"
+    assert make_objective().name == "sft"

@@ -48,7 +48,7 @@ FORMATS: dict[str, Format] = {
     "text": Format(("text",), (), fill_text),
     "preference": Format(
         ("chosen", "rejected"),
-        ("prompt", "conversations", "instruction", "input", "tools", "system"),
+        ("prompt", "conversations", "instruction", "input", "history", "tools", "system"),
         fill_preference,
     ),
 }

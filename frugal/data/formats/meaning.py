@@ -55,7 +55,8 @@ def refuse_unused(values: dict[str, Any], used: Collection[str], where: str = ""
 def _way(key: str) -> str:
     return (
         "`frugal train` learns every answer as a good one (objective sft). Keep the good rows and take the key out; "
-        "or train on the verdicts with TRL's KTOTrainer or DPOTrainer on `frugal.load(...)`. " + IGNORE.format(key=key)
+        "`chosen` and `rejected` answers are trained as pairs (`format: preference`, objective.name: dpo), verdicts on "
+        "single answers with TRL's KTOTrainer on `frugal.load(...)`. " + IGNORE.format(key=key)
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from frugal.data.formats.turns import Roles, messages_of, question_of, with_system
+from frugal.data.formats.turns import Roles, history_of, messages_of, question_of, with_system
 from frugal.data.rows import Example, Message, RowError
 
 
@@ -12,12 +12,17 @@ def fill_preference(value: dict[str, Any], example: Example, roles: Roles) -> No
     """Fill an example from a row with `chosen` and `rejected`.
 
     Answers are texts, one message each, or lists of messages. The prompt is `prompt` (text or messages),
-    `conversations`, or `instruction` (+ `input`); without one, the turns that both answers begin with are the prompt.
+    `conversations`, or `history` and `instruction` (+ `input`); without one, the turns that both answers begin with are
+    the prompt, or the words of two texts.
 
     Raises:
         RowError: no prompt, or an answer that is not text or does not end with the assistant.
     """
     example.kind = "preference"
+    texts = value["chosen"], value["rejected"]
+    plain = all(isinstance(text, str) for text in texts)
+    if plain and not any(value.get(key) for key in ("prompt", "conversations", "instruction")):
+        value = {**value, **_split(*texts)}
     prompt = _prompt(value, roles)
     chosen = _answer(value["chosen"], "chosen", roles)
     rejected = _answer(value["rejected"], "rejected", roles)
@@ -32,8 +37,23 @@ def fill_preference(value: dict[str, Any], example: Example, roles: Roles) -> No
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer or answer[-1].role != "assistant":
             raise RowError(f"`{key}` does not end with an assistant turn")
+    if plain and isinstance(value.get("prompt"), str) and not value.get("system"):
+        example.prompt = value["prompt"]  # texts, which may also be joined as they are
     example.messages = with_system(prompt, value.get("system"))
     example.chosen, example.rejected = chosen, rejected
+
+
+def _split(chosen: str, rejected: str) -> dict[str, str]:
+    """Two texts that begin alike as prompt and answers; where a word begins alike, it belongs to the answers."""
+    if chosen == rejected:
+        raise RowError("chosen and rejected are the same")
+    shortest = min(len(chosen), len(rejected))
+    count = next((at for at in range(shortest) if chosen[at] != rejected[at]), shortest)
+    while 0 < count < len(chosen) and not chosen[count - 1].isspace() and not chosen[count].isspace():
+        count -= 1
+    while count and chosen[count - 1] == " ":  # a space before a word belongs to its token
+        count -= 1
+    return {"prompt": chosen[:count], "chosen": chosen[count:], "rejected": rejected[count:]} if count else {}
 
 
 def _prompt(value: dict[str, Any], roles: Roles) -> list[Message]:
@@ -43,7 +63,9 @@ def _prompt(value: dict[str, Any], roles: Roles) -> list[Message]:
             return [Message("user", given)]
         if given is not None:
             return messages_of(given, key, roles)
-    return [Message("user", question_of(value))] if value.get("instruction") is not None else []
+    if value.get("instruction") is None:
+        return []
+    return [*history_of(value), Message("user", question_of(value))]
 
 
 def _answer(value: Any, key: str, roles: Roles) -> list[Message]:

@@ -105,6 +105,20 @@ def question_of(row: dict[str, Any]) -> str:
     return "\n".join(part for part in parts if part)
 
 
+def history_of(row: dict[str, Any]) -> list[Message]:
+    """Turns of Alpaca's `history`: [question, answer] pairs before the instruction."""
+    history = row.get("history")
+    messages: list[Message] = []
+    if history is not None and history != "":
+        if not isinstance(history, (list, tuple)):
+            raise RowError(f"`history` is {kind_of(history)}, not a list of [question, answer] pairs")
+        for pair in history:
+            if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(t, str) for t in pair):
+                raise RowError("`history` has an entry that is not [question, answer]")
+            messages += [Message("user", pair[0]), Message("assistant", pair[1])]
+    return messages
+
+
 def _message(turn: Any, where: str, roles: Roles) -> Message:
     if isinstance(turn, str):  # each turn as JSON text of its own, as columnar files hold them
         turn = json_or_value(turn, "a turn")

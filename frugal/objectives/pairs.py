@@ -1,0 +1,142 @@
+"""What objectives over pairs share: a chosen and a rejected answer as two documents, and their log-probabilities.
+
+A row is a pair, and a pair is the unit of the loss: a step's losses are divided by its number of pairs. The names of
+the metrics are TRL's. No logits exist: each token's log-probability comes from the fused head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from frugal.data import TokenDataset, TokenRow, collate
+from frugal.errors import UnsupportedError
+from frugal.models.head import HeadSpec, shift_labels
+from frugal.objectives.base import Batch, Objective
+from frugal.objectives.causal_lm import CausalLM
+from frugal.ops import IGNORE_INDEX
+
+METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
+
+
+class Answers(NamedTuple):
+    """A number for each pair's chosen and rejected answer, [pairs]."""
+
+    chosen: Tensor
+    rejected: Tensor
+
+
+@dataclass(frozen=True)
+class Pairs(Objective):
+    """A row is a pair; the loss is a function of the answers' log-probabilities, summed over the answer's tokens."""
+
+    answers: ClassVar[int] = 2
+    beta: float = 0.1
+
+    @abstractmethod
+    def of_pairs(
+        self, policy: Answers, reference: Answers | None, tokens: Answers, *, training: bool
+    ) -> tuple[Tensor, Answers]:
+        """Each pair's loss [pairs], and the rewards that are reported.
+
+        ``policy``, ``reference``: sums of log-probabilities; the latter where `uses_reference`. ``tokens``: of each
+        answer. Evaluation is without label smoothing.
+        """
+
+    def collate(self, data: TokenDataset, rows: Sequence[int]) -> Batch:
+        """As `frugal.data.collate` over chosen, rejected, chosen, ...; `sizes` are the tokens of each as the batch has
+        them, `weights` [pairs] is 0 for a pair that counts for nothing."""
+        documents = [one for row in rows for one in _documents(data[row])]
+        batch = collate(documents, self.pad_id, flat=self.flat)
+        width = batch["labels"].shape[-1]
+        sizes = [len(one.input_ids) if self.flat else width for one in documents]
+        return {**batch, "sizes": sizes, "weights": torch.ones(len(rows))}
+
+    def without_targets(self, batch: Batch) -> Batch:
+        labels = torch.full_like(batch["labels"], IGNORE_INDEX)
+        return {**batch, "labels": labels, "weights": torch.zeros_like(batch["weights"])}
+
+    def targets(self, data: TokenDataset, rows: Sequence[int]) -> int:
+        return len(rows)
+
+    def loss(self, head: HeadSpec, batch: Batch, *, training: bool, chunk_tokens: int | None) -> tuple[Tensor, Tensor]:
+        inputs = {key: value for key, value in batch.items() if key not in ("labels", "sizes", "weights")}
+        labels, sizes, weights = batch["labels"], batch["sizes"], batch["weights"].double()
+        tokens = _by_answer((shift_labels(labels) != IGNORE_INDEX).flatten(), sizes)
+
+        def log_probs() -> Answers:
+            return _by_answer(head.log_probs(inputs, labels, chunk_tokens=chunk_tokens), sizes)
+
+        reference = None
+        if self.uses_reference:  # first: nothing of the step is kept yet
+            with without_adapter(head.model):
+                reference = log_probs()
+        policy = log_probs()
+        losses, rewards = self.of_pairs(policy, reference, tokens, training=training)
+        total = (losses * weights).sum()
+        margins = rewards.chosen - rewards.rejected
+        shown = [losses, torch.ones_like(weights), *rewards, margins, (margins > 0).double(), *policy]
+        sums = torch.stack([(one.detach().double() * weights).sum() for one in shown])
+        return total.float(), sums
+
+    def metrics(self, sums: Sequence[float], *, training: bool) -> dict[str, float]:
+        count = sums[1] or float("nan")
+        return {"loss": sums[0] / count, **{name: one / count for name, one in zip(METRICS, sums[2:], strict=True)}}
+
+    def batch_without_values(self, rows: int, length: int, *, documents: int, device: torch.device) -> Batch:
+        each = max(1, length // 2)
+        tokens = CausalLM(flat=self.flat)
+        batch = (
+            tokens.batch_without_values(rows, 2 * each, documents=2, device=device)
+            if self.flat
+            else tokens.batch_without_values(2 * rows, each, documents=1, device=device)
+        )
+        return {**batch, "sizes": [each] * (2 * rows), "weights": torch.ones(rows, device=device)}
+
+
+@contextlib.contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is its base as it was: no adapter, no dropout, no gradients."""
+    off: Any = getattr(model, "disable_adapter", None)
+    if off is None:
+        raise UnsupportedError(
+            "this objective compares with the base without its adapter, and the model has none: train with an adapter"
+        )
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), off():
+            yield
+    finally:
+        model.train(training)
+
+
+def _documents(row: TokenRow) -> Iterator[TokenRow]:
+    starts = row.doc_starts.tolist()
+    for number, (begin, end) in enumerate(itertools.pairwise(starts)):
+        limits = np.array([0, end - begin], np.int32)
+        yield TokenRow(row.input_ids[begin:end], row.trained[begin:end], limits, row.origin[number : number + 1])
+
+
+def _by_answer(values: Tensor, sizes: list[int]) -> Answers:
+    """Sums of ``values`` [tokens] over each document, in float64: a difference of sums of hundreds is what counts.
+
+    Not by index_add, whose order on a GPU differs from run to run.
+    """
+    sums = torch.stack([part.sum(dtype=torch.float64) for part in values.split(sizes)])
+    return Answers(sums[0::2], sums[1::2])
