@@ -47,7 +47,8 @@ def share(config: Config, launch: Launch, planner: Planner, device: torch.device
     )
     if engine is None:
         return Shared(make(None, shard_base=False), planner, "one process")
-    is_open = asked.strategy == "auto" and launch.engine is None
+    # objectives over pairs run on copies only (frugal/run/setup.py refuses the others)
+    is_open = asked.strategy == "auto" and launch.engine is None and planner.answers == 1
     base = None if asked.shard_base == "auto" else bool(asked.shard_base)
     planner = replace(planner, world_size=launch.world_size, strategy=None if is_open else engine, shard_base=base)
     name, cut, reason = ranks.on_first(lambda: _choice(planner))

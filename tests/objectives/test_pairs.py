@@ -1,61 +1,21 @@
-"""Objectives over pairs: equal to TRL and to their papers, the same by micro-batches, and trained from YAML."""
+"""Objectives over pairs: equal to their papers, and the same by micro-batches."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
 from frugal.config import ObjectiveSection, TrainSection
-from frugal.data import TokenDataset, build
+from frugal.data import TokenDataset
 from frugal.models.attention import use_attention
 from frugal.objectives import LossModule, configured_objective
 from frugal.objectives.pairs import METRICS, without_adapter
 from frugal.training.evaluate import evaluate_rows
-from frugal.training.loop import train_loop
-from frugal.training.setup import Hooks, LoopState
-from frugal.training.signals import StopRequest
 from tests.conftest import make_llama
-from tests.support import training as toy
-from tests.support.rows import byte_tokenizer, section, write_rows
-
-PAIRS = [
-    {"prompt": "one and one is", "chosen": " two, as ever", "rejected": " three"},
-    {"prompt": "the sky", "chosen": " is blue", "rejected": " is made of green cheese"},
-    {"prompt": "a", "chosen": " b", "rejected": " z z z z z z"},
-    {"prompt": "say yes or no, and nothing else:", "chosen": " yes", "rejected": " perhaps"},
-]
-
-
-def pairs(tmp_path: Path, rows: list[dict[str, Any]] | None = None) -> TokenDataset:
-    path = write_rows(tmp_path / "pairs.jsonl", rows or PAIRS)
-    tokenizer = byte_tokenizer(template=None, eos="<|endoftext|>")
-    return build(section(path), tokenizer, seed=0, vocab_size=300, objective="dpo").train
-
-
-def lora_llama(**changes: Any) -> Any:
-    torch.manual_seed(3)
-    base = make_llama(**changes)
-    base.config.use_cache = False
-    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
-    return get_peft_model(base, config)
-
-
-def job(model: Any, data: TokenDataset, objective: dict[str, Any], *, flat: bool = False, **train: Any) -> Any:
-    """A job of `tests.support.training` with another objective."""
-    made = toy.make_job(model, data, flat=flat, **train)
-    made.module.objective = configured_objective(ObjectiveSection.model_validate(objective), flat=flat)
-    return made
-
-
-def steps(made: Any) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = []
-    train_loop(made, Hooks(records.append, lambda state: None, StopRequest()), LoopState())
-    return [record for record in records if "loss" in record]
+from tests.support.preference import job, lora_llama, pairs, steps
 
 
 def answers_by_stock(model: Any, data: TokenDataset) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,39 +132,6 @@ def test_the_reference_is_the_base_and_leaves_everything_as_it_was(tmp_path: Pat
     torch.testing.assert_close(off, base.detach())
     assert model.training
     assert before == {name: p.requires_grad for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge"])
-def test_twenty_steps_are_those_of_trl(tmp_path: Path, loss_type: str) -> None:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    train = {"max_steps": 20, "learning_rate": 1e-3}
-    args = trl.DPOConfig(
-        output_dir=str(tmp_path / "trl"), loss_type=[loss_type], beta=0.2, per_device_train_batch_size=4, **train,
-        lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, gradient_checkpointing=False, bf16=False,
-        use_cpu=True, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, max_length=None,
-    )  # fmt: skip
-    tokenizer = byte_tokenizer(template=None, eos="<|endoftext|>", pad="<|endoftext|>")
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = trl.DPOTrainer(  # given a base: of a PEFT model it takes the adapter as it is for the reference
-        model=make_llama(), args=args, processing_class=tokenizer, train_dataset=datasets.Dataset.from_list(PAIRS),
-        peft_config=lora,
-    )  # fmt: skip
-    start = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(trainer.model).items()}
-    trainer.train()
-    model = get_peft_model(make_llama(use_cache=False), lora)
-    set_peft_model_state_dict(model, start)
-    ours = steps(
-        job(model, pairs(tmp_path), {"name": "dpo", "loss_type": loss_type, "beta": 0.2}, **train,
-            per_device_train_batch_size=2, gradient_accumulation_steps=2, lr_scheduler_type="constant")
-    )  # fmt: skip
-    theirs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(ours) == len(theirs) == 20
-    for one, other in zip(ours, theirs, strict=True):
-        for key in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
-            assert one[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5), (one["step"], key)
-    assert ours[-1]["rewards/margins"] > ours[0]["rewards/margins"]
-    assert math.isfinite(ours[-1]["loss"])
 
 
 def test_train_section_smoothing_is_of_tokens() -> None:
