@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -17,7 +18,7 @@ from tests.support.rows import byte_tokenizer
 def test_twenty_steps_are_those_of_trl(tmp_path: Path, loss_type: str) -> None:
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
-    train = {"max_steps": 20, "learning_rate": 1e-3}
+    train: dict[str, Any] = {"max_steps": 20, "learning_rate": 1e-3}
     args = trl.DPOConfig(
         output_dir=str(tmp_path / "trl"), loss_type=[loss_type], beta=0.2, per_device_train_batch_size=4, **train,
         lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, gradient_checkpointing=False, bf16=False,
