@@ -55,7 +55,7 @@ def _is_linear(model: nn.Module, name: str) -> bool:
 
 def layers_as_parameters(model: PeftModel, config: PeftConfig, values: dict[str, Any]) -> None:
     """Name layers that PEFT would rewrite as parameters in ``values``, ``config`` as JSON."""
-    lost = _rewritten(model, config)
+    lost = _rewritten(model, config) if getattr(config, "target_modules", None) else set()
     if not lost:
         return
     tuner: Any = model.base_model
@@ -94,7 +94,7 @@ def _rewritten(model: Any, config: Any) -> set[str]:
 
 def refuse_rewritten_dora(model: PeftModel, config: Any) -> None:
     """Raise UnsupportedError where DoRA would have to be saved on layers that can only be named as parameters."""
-    if config.use_dora and (lost := _rewritten(model, config)):
+    if getattr(config, "use_dora", False) and (lost := _rewritten(model, config)):
         raise UnsupportedError(
             f"lora.use_dora: PEFT rewrites the names {', '.join(sorted(lost)[:4])} of this family, and what is left "
             "cannot say DoRA: nobody could load the adapter. Write `lora.use_dora: false`, or leave these layers out."

@@ -21,7 +21,7 @@ from frugal.adapters.apply import (
     remember_start,
 )
 from frugal.adapters.conversion import layers_as_modules, layers_as_parameters
-from frugal.adapters.peft_model import FINGERPRINT, WEIGHTS
+from frugal.adapters.peft_model import CONFIG, FINGERPRINT, WEIGHTS
 from frugal.adapters.trained import prepare_trained
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
 from frugal.files import atomic_path, read_json, write_json
@@ -29,8 +29,6 @@ from frugal.hub import public_base
 from frugal.tensor_files import read_all, read_metadata, write_tensors
 
 log = logging.getLogger("frugal.adapters")
-
-CONFIG = "adapter_config.json"
 
 
 def save_adapter(

@@ -16,14 +16,16 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
+from frugal.adapters.conversion import layers_as_parameters, refuse_rewritten_dora
 from frugal.adapters.trained import prepare_trained
 from frugal.codecs.base import EncodedModule, encoded_parts
 from frugal.codecs.dense import compute_dtype, dtype_after
 from frugal.codecs.nf4 import NF4Linear
-from frugal.files import atomic_path
+from frugal.files import atomic_path, read_json, write_json
 from frugal.tensor_files import read_all, write_tensors
 
 WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 FINGERPRINT = "frugal_base_fingerprint"
 QUANTIZE = "frugal_base_quantize"
 """Keys of an adapter file's metadata: the base that it was trained on, and how that was kept (`base_record`)."""
@@ -158,13 +160,23 @@ class FrugalPeftModel(PeftModelForCausalLM):  # type: ignore[misc]
         return self
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **options: Any) -> None:
-        """As PEFT does; the weights' metadata says too what they were trained on."""
+        """As PEFT does; the weights' metadata says too what they were trained on.
+
+        Layers whose names PEFT rewrites are named so that it reads them as what they are. Raises UnsupportedError for
+        DoRA on such layers.
+        """
+        names = options.get("selected_adapters") or list(self.peft_config)
+        for name in names:
+            refuse_rewritten_dora(self, self.peft_config[name])
         super().save_pretrained(str(save_directory), *args, **options)
-        if not self.base_record or not options.get("is_main_process", True):
+        if not options.get("is_main_process", True):
             return
-        for name in options.get("selected_adapters") or list(self.peft_config):
+        for name in names:
             folder = Path(save_directory) / name if name != "default" else Path(save_directory)
-            if (path := folder / WEIGHTS).is_file():
+            config = read_json(folder / CONFIG)
+            layers_as_parameters(self, self.peft_config[name], config)
+            write_json(folder / CONFIG, config)
+            if self.base_record and (path := folder / WEIGHTS).is_file():
                 tensors = read_all(path)
                 with atomic_path(path) as beside:
                     write_tensors(beside, tensors, texts=self.base_record)

@@ -143,8 +143,12 @@ def test_routers_are_found_by_what_they_do() -> None:
 
 @pytest.mark.parametrize("nf4", [False, True])
 @pytest.mark.parametrize("ranks", [{}, {"gate_proj": 3}])
-def test_names_that_peft_rewrites_are_adapted_as_asked(nf4: bool, ranks: dict[str, int], tmp_path: Path) -> None:
-    """M01: deepseek_v3's dense layers and shared experts; the file gives stock PEFT the same adapters."""
+@pytest.mark.parametrize("by_peft", [False, True])
+def test_names_that_peft_rewrites_are_adapted_as_asked(
+    nf4: bool, ranks: dict[str, int], by_peft: bool, tmp_path: Path
+) -> None:
+    """M01: deepseek_v3's dense layers and shared experts; the file gives stock PEFT the same adapters, also when a
+    trainer of others saved it."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **DEEPSEEK))
     stock = AutoModelForCausalLM.from_config(base.config)
@@ -158,7 +162,10 @@ def test_names_that_peft_rewrites_are_adapted_as_asked(nf4: bool, ranks: dict[st
     applied = apply_adapters(base, section, seed=1)
     assert set(applied.layers) == set(resolve_targets(stock, section).layers)
     assert any("shared_experts.gate_proj" in name for name in applied.layers)
-    save_adapter(applied.model, tmp_path)
+    if by_peft:
+        applied.model.save_pretrained(tmp_path)
+    else:
+        save_adapter(applied.model, tmp_path)
     want = get_peft_model_state_dict(applied.model)
     again = AutoModelForCausalLM.from_config(stock.config)
     for got in (
