@@ -59,7 +59,8 @@ def _file_cache(folder: Path) -> int:
     except OSError:
         return 0
     found = {key: int(value) for key, _, value in (line.partition(" ") for line in lines) if value.isdigit()}
-    return found.get("total_inactive_file", found.get("inactive_file", 0))
+    prefix = "total_" if "total_inactive_file" in found else ""  # version 1: with the groups below
+    return sum(found.get(f"{prefix}{part}_file", 0) for part in ("inactive", "active"))
 
 
 def _number(path: Path) -> int | None:

@@ -31,7 +31,10 @@ def refuse_when_host_is_full(nbytes: int) -> None:
 _HOST = re.compile(r"DefaultCPUAllocator|cudaHostAlloc|pin(ned)? memory", re.IGNORECASE)
 # The CUDA runtime and driver (pinned memory, modules, the context), Triton, NCCL and bitsandbytes: "out of memory".
 # cuBLAS, cuDNN and their kin: ..._STATUS_ALLOC_FAILED.
-_ANY = re.compile(rf"out of memory|STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|{_HOST.pattern}", re.IGNORECASE)
+# Not "pin memory": torch says that too where it cannot pin at all.
+_ANY = re.compile(
+    "out of memory|STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|DefaultCPUAllocator|cudaHostAlloc", re.IGNORECASE
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -124,7 +124,7 @@ def group(root: Path, name: str, version: int, limit: Any, used: int, cache: int
     names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\n")
+    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cache // 2}\nactive_file {cache - cache // 2}\n")
     return folder
 
 

@@ -242,6 +242,10 @@ def test_every_kind_of_out_of_memory(error: Exception, host: bool) -> None:
     assert is_of_host(error) == host
 
 
+def test_what_cannot_be_done_is_no_shortage() -> None:
+    assert not is_out_of_memory(RuntimeError("Need to provide pin_memory allocator to use pin memory."))
+
+
 def test_nothing_of_a_failed_attempt_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     emptied: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
