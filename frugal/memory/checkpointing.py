@@ -234,8 +234,9 @@ class _Recompute(torch.autograd.Function):
             tensors[call.stored] = call.slot.get()
             call.slot.release()
         del saved
+        # whole numbers stay the tensors they are: what the host knows of their values is found by them
         tensors = [
-            t.detach().requires_grad_(need) if isinstance(t, torch.Tensor) else t
+            t.detach().requires_grad_(need) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
             for t, need in zip(tensors, call.needs_grad, strict=True)
         ]
         outputs = _run_again(call, tensors)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,33 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from frugal.decision import Decision
 from frugal.errors import UnsupportedError
 from frugal.model_structure import decoder_layers, input_device
 from frugal.models.equivalence import CANNOT_RUN, evaluating, largest_difference, model_tolerance, probe
+from frugal.models.masks import NAME, WAY_OUT, MaskInfo, frugal_mask
 from frugal.models.materialize import DeferredLayers
 from frugal.ops import attention, choose
-from frugal.ops.simulated import is_fake
 
-NAME = "frugal"
 AUTO = "auto"
 _DOCUMENT_LAYERS = {"full_attention", "sliding_attention", "attention"}
 """Kinds of layers, in transformers' words, in which a token sees tokens of its own document only."""
 _STATE = re.compile(r"Mamba|Recurrent|DeltaNet|ShortConv|LinearAttention|Rwkv", re.IGNORECASE)
 _KEY = "attention"
-_WAY_OUT = "load it with attn_implementation='sdpa'"
-
-
-@dataclass(frozen=True)
-class MaskInfo:
-    """What the operation must know besides causality. Takes the place of a mask on its way through the model."""
-
-    cu_seqlens: tuple[int, ...] | None
-    """Document offsets in the batch read row after row, from restarting position_ids; None: one document a row."""
-    window: int | None
-    """Sliding window of this mask, the token itself counted."""
 
 
 def register(implementation: str = AUTO) -> str:
@@ -58,79 +44,6 @@ def register(implementation: str = AUTO) -> str:
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, frugal_mask)
     return name
-
-
-def frugal_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Tensor] | None = None,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> Tensor | MaskInfo | None:
-    """transformers' mask interface. None: plain causal rows. `MaskInfo`: documents or a window. A tensor: decoding.
-
-    Raises `UnsupportedError` for padding at the left of a row and for patterns that are not causal documents.
-    """
-    if kwargs.get("allow_is_bidirectional_skip"):
-        raise UnsupportedError(f"frugal attention is causal, this model asks for a bidirectional mask: {_WAY_OUT}")
-    if q_length != kv_length:
-        decoding: Tensor | None = sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
-            local_size=local_size, use_vmap=use_vmap, device=device,
-        )  # fmt: skip
-        return decoding
-    if use_vmap:
-        raise UnsupportedError(f"this model adds its own pattern to the attention mask: {_WAY_OUT}")
-    _refuse_left_padding(attention_mask)
-    offsets = None
-    if not allow_is_causal_skip and mask_function is not None:
-        offsets = _document_offsets(mask_function, batch_size, q_length, device)
-    window = local_size or None  # 0 means none, in some configurations
-    if offsets is None and window is None:
-        return None
-    return MaskInfo(offsets, window)
-
-
-def _refuse_left_padding(attention_mask: Tensor | None) -> None:
-    """A row's real tokens must come first: under causality padding behind them changes nothing."""
-    if attention_mask is None or is_fake(attention_mask) or attention_mask.shape[-1] < 2:
-        return
-    mask = attention_mask.bool()
-    starts_late = (mask[:, 1:] & ~mask[:, :-1]).any(-1)
-    if bool(starts_late.any()):
-        row = int(starts_late.nonzero()[0, 0])
-        raise UnsupportedError(
-            f"row {row} of the batch has padding before or between its tokens; frugal attention takes padding "
-            f"at the end only. Set padding_side='right', or {_WAY_OUT} (batched generation pads at the left)"
-        )
-
-
-def _document_offsets(
-    mask_function: Callable[..., Tensor], batch: int, tokens: int, device: torch.device | str
-) -> tuple[int, ...] | None:
-    """Documents of a causal mask: it shows token i its predecessor i - 1 unless a document starts at i."""
-    rows = torch.arange(batch, device=device)[:, None]
-    head = torch.zeros((), dtype=torch.int64, device=device)
-    i = torch.arange(1, tokens, device=device)[None, :]
-    if tokens < 2 or is_fake(i):
-        return None
-    sees_next = mask_function(rows, head, i - 1, i)
-    if bool(sees_next.any()):
-        raise UnsupportedError(f"this model lets tokens see later ones (a bidirectional block): {_WAY_OUT}")
-    sees_previous = mask_function(rows, head, i, i - 1).expand(batch, tokens - 1)
-    if bool(sees_previous.all()):
-        return None
-    starts = (~sees_previous).nonzero()
-    first = [int(row) * tokens + int(column) + 1 for row, column in starts.tolist()]
-    return tuple(sorted({*first, *range(0, batch * tokens + 1, tokens)}))
 
 
 def frugal_attention_forward(
@@ -155,7 +68,7 @@ def frugal_attention_forward(
     ``cu_seq_lens_q`` [documents + 1] int32: offsets of a packed batch, the keyword of transformers' flash attention.
     """
     if dropout > 0:
-        raise UnsupportedError(f"frugal attention has no dropout, and this model asks for {dropout}: {_WAY_OUT}")
+        raise UnsupportedError(f"frugal attention has no dropout, and this model asks for {dropout}: {WAY_OUT}")
     if s_aux is not None or position_bias is not None:
         name = "attention sinks" if s_aux is not None else "a position bias"
         raise UnsupportedError(f"frugal attention has no {name}: load it with attn_implementation='eager'")
@@ -168,11 +81,11 @@ def frugal_attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     attend = functools.partial(attention, implementation=implementation)
     if query.shape[2] != key.shape[2]:
-        raise UnsupportedError(f"{query.shape[2]} queries against {key.shape[2]} keys without a mask: {_WAY_OUT}")
+        raise UnsupportedError(f"{query.shape[2]} queries against {key.shape[2]} keys without a mask: {WAY_OUT}")
     cu_seqlens: Any = cu_seq_lens_q
     window = sliding_window or None
     if attention_mask is not None:
-        cu_seqlens = attention_mask.cu_seqlens if cu_seqlens is None else cu_seqlens
+        cu_seqlens = cu_seqlens if attention_mask.cu_seqlens is None else attention_mask.cu_seqlens
         # A layer that names no window but was given a windowed mask means the mask's window.
         window = attention_mask.window if window is None else window
     if value.shape[-1] != query.shape[-1]:  # latent attention: values narrower than keys

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from frugal.models.equivalence import largest_difference, model_tolerance, probe
 from frugal.models.lora_layers import LoraWeights, gathered, lora_weights, one_adapter, whole_weight
+from frugal.models.masks import documents_known
 from frugal.ops import IGNORE_INDEX, linear_cross_entropy
+from frugal.ops.host_values import known, remember
 from frugal.ops.weights import matmul_t
 
 _PROBE_TOKENS = 5  # each gives a row of logits
@@ -113,13 +115,17 @@ class HeadSpec:
         chunk_tokens: int | None,
         reduction: Literal["sum", "none"],
     ) -> Tensor:
-        shifted = shift_labels(labels).flatten()
+        shifted, on_host = shift_labels(labels).flatten(), known(labels)
+        if on_host is not None:
+            remember(shifted, shift_labels(on_host).flatten())
         if self.exact and not self._refusal():
-            hidden = self.hidden_states(inputs).flatten(0, -2)
+            with documents_known(self.model, inputs) as given:
+                hidden = self.hidden_states(given).flatten(0, -2)
             return self.loss(
                 hidden, shifted, label_smoothing=label_smoothing, chunk_tokens=chunk_tokens, reduction=reduction
             )
-        logits = self.model(**inputs, use_cache=False).logits.flatten(0, -2)
+        with documents_known(self.model, inputs) as given:
+            logits = self.model(**given, use_cache=False).logits.flatten(0, -2)
         return F.cross_entropy(
             logits.to(torch.promote_types(logits.dtype, torch.float32)), shifted, ignore_index=IGNORE_INDEX,
             label_smoothing=label_smoothing, reduction=reduction,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from frugal.data import TokenDataset
 from frugal.distributed.device_wait import numbers
 from frugal.objectives import Objective
+from frugal.ops.host_values import to_device as moved
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,8 @@ def longest_first(lengths: np.ndarray) -> list[int]:
 
 
 def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Move the tensors of a batch; plain numbers (max_length_q) stay."""
-    return {
-        key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value for key, value in batch.items()
-    }
+    """Move the tensors of a batch, whose values the host goes on knowing; plain numbers (max_length_q) stay."""
+    return {key: moved(value, device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
 def _batches(data: TokenDataset, batch_size: int, rank: int, world_size: int) -> Iterator[list[int]]:

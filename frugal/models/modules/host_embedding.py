@@ -19,6 +19,7 @@ from frugal.config import LoraSection
 from frugal.decision import Decision
 from frugal.errors import ConfigError
 from frugal.model_structure import inside, table_names
+from frugal.ops.host_values import on_host
 from frugal.ops.simulated import is_fake
 
 STAGE_BYTES = 16 << 20
@@ -51,7 +52,7 @@ class HostEmbedding(nn.Embedding):
         shape = (*input.shape, self.embedding_dim)
         if is_fake(input):  # a plan: rows pass through buffers on the host
             return torch.empty(shape, dtype=self.compute_dtype, device=input.device)
-        ids = input.reshape(-1).cpu()
+        ids = on_host(input).reshape(-1)
         if self.device.type == "cpu":  # nothing to cross
             return self.weight.index_select(0, ids).to(self.compute_dtype).view(shape)
         rows = torch.empty(ids.numel(), self.embedding_dim, dtype=self.weight.dtype, device=self.device)

@@ -28,6 +28,7 @@ from frugal.ops.attention.cpu_flash import cpu_flash_backward, cpu_flash_forward
 from frugal.ops.attention.flash_attn import flash_varlen
 from frugal.ops.attention.sdpa import sdpa
 from frugal.ops.attention.simulated import allocate
+from frugal.ops.host_values import on_host
 from frugal.ops.registry import implements, resolve, simulates
 from frugal.ops.rows import cpu_flash_refusal
 from frugal.ops.simulated import is_fake, simulated_attention, simulated_device, stands_for_cuda
@@ -35,7 +36,7 @@ from frugal.ops.simulated import is_fake, simulated_attention, simulated_device,
 CuSeqlens: TypeAlias = Tensor | Sequence[int]
 Segment: TypeAlias = tuple[int, int, int, int]  # rows from..to (exclusive), tokens from..to (exclusive)
 
-_HOST_OFFSETS = WeakTensorKeyDictionary()  # one device-to-host copy a batch, not one a layer
+_HOST_OFFSETS = WeakTensorKeyDictionary()  # made a tuple once a batch, not once a layer
 
 
 def host_offsets(cu_seqlens: CuSeqlens) -> tuple[int, ...] | None:
@@ -47,7 +48,7 @@ def host_offsets(cu_seqlens: CuSeqlens) -> tuple[int, ...] | None:
     known = _HOST_OFFSETS.get(cu_seqlens)
     if known is not None and known[0] == cu_seqlens._version:
         return known[1]  # type: ignore[no-any-return]
-    offsets = tuple(int(offset) for offset in cu_seqlens.tolist())
+    offsets = tuple(int(offset) for offset in on_host(cu_seqlens).tolist())
     _HOST_OFFSETS[cu_seqlens] = (cu_seqlens._version, offsets)
     return offsets
 
@@ -57,9 +58,13 @@ def segments(batch: int, tokens: int, cu_seqlens: CuSeqlens | None) -> list[Segm
 
     Raises ``ValueError`` when the offsets do not rise from 0 to batch * tokens.
     """
-    offsets = None if cu_seqlens is None else host_offsets(cu_seqlens)
+    return list(_segments(batch, tokens, None if cu_seqlens is None else host_offsets(cu_seqlens)))
+
+
+@functools.lru_cache(maxsize=16)  # of a micro-batch, asked for by every layer
+def _segments(batch: int, tokens: int, offsets: tuple[int, ...] | None) -> tuple[Segment, ...]:
     if offsets is None:
-        return [(0, batch, 0, tokens)] if batch and tokens else []
+        return ((0, batch, 0, tokens),) if batch and tokens else ()
     rising = all(a <= b for a, b in pairwise(offsets))
     if not offsets or offsets[0] != 0 or offsets[-1] != batch * tokens or not rising:
         raise ValueError(f"cu_seqlens must rise from 0 to batch * tokens = {batch * tokens}, got {offsets[:4]} ... "
@@ -76,7 +81,7 @@ def segments(batch: int, tokens: int, cu_seqlens: CuSeqlens | None) -> list[Segm
             else:
                 found.append(piece)
             start = stop
-    return found
+    return tuple(found)
 
 
 def attention_reference(

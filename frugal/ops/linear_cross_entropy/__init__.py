@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from frugal.ops.host_values import on_host, to_device
 from frugal.ops.linear_cross_entropy.chunk import Chunk, Grads, Options, Parts, ranges
 from frugal.ops.simulated import is_fake, sampled, simulated_targets
 from frugal.ops.weights import Weight, row_blocks
@@ -74,20 +76,33 @@ def _count(labels: Tensor, count: Tensor | float | None) -> Tensor | float:
     return (labels != IGNORE_INDEX).sum().clamp(min=1) if count is None else count
 
 
-def _walk(parts: Parts, labels: Tensor, upstream: Tensor | None, grads: Grads, options: Options) -> Tensor:
-    """Loss of every token [tokens]; fills ``grads`` with gradients of their sum, weighted by ``upstream`` [tokens]."""
+def _targets(labels: Tensor, vocab: int, hidden: Tensor) -> Tensor | None:
+    """Positions of labels that are not ignored, None for all of them.
+
+    Raises IndexError for labels outside of the vocabulary. The device is asked where the host does not know the labels.
+    """
+    if is_fake(hidden) or is_fake(labels):
+        # planning without memory cannot look at labels: it counts every token, the upper bound
+        return torch.arange(simulated_targets(labels.shape[0]), device=hidden.device)
+    values = on_host(labels).numpy()
+    keep = values != IGNORE_INDEX
+    if (keep & ((values < 0) | (values >= vocab))).any():
+        raise IndexError(f"labels must be {IGNORE_INDEX} or in [0, {vocab}); got {values.min()} to {values.max()}")
+    return None if keep.all() else to_device(torch.from_numpy(np.flatnonzero(keep)), hidden.device)
+
+
+def _walk(
+    parts: Parts, labels: Tensor, picked: Tensor | None, upstream: Tensor | None, grads: Grads, options: Options
+) -> Tensor:
+    """Loss of every token [tokens]; fills ``grads`` with gradients of their sum, weighted by ``upstream`` [tokens].
+
+    ``picked``: as from `_targets`.
+    """
     hidden = parts.hidden
     acc = torch.promote_types(hidden.dtype, torch.float32)
     n_tokens, vocab = hidden.shape[0], int(parts.weight.shape[0])
     losses = hidden.new_zeros(n_tokens, dtype=acc)
-    keep = labels != IGNORE_INDEX
-    # Planning without memory cannot look at labels: it counts every token, the upper bound.
     fake = is_fake(hidden) or is_fake(labels)
-    if not fake and bool((keep & ((labels < 0) | (labels >= vocab))).any()):
-        raise IndexError(f"labels must be {IGNORE_INDEX} or in [0, {vocab}); got {int(labels.min())} to "
-                         f"{int(labels.max())}")  # fmt: skip
-    picked = (torch.arange(simulated_targets(n_tokens), device=hidden.device) if fake
-              else None if bool(keep.all()) else keep.nonzero()[:, 0])  # fmt: skip
     n_kept = n_tokens if picked is None else picked.shape[0]
     chunk = Chunk(parts, grads, options)
     # evened out: a last chunk of two tokens would read the head as often as a full one
@@ -119,9 +134,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = ctx.needs_input_grad
         ctx.options, ctx.per_token, ctx.quantised = options, per_token, quantised
         grads = Grads() if per_token else _buffers(parts, needs)
-        losses = _walk(parts, labels, None, grads, options)
+        picked = _targets(labels, int(parts.weight.shape[0]), hidden)
+        losses = _walk(parts, labels, picked, None, grads, options)
         if per_token:
-            ctx.save_for_backward(hidden, weight, labels, bias, u, lora_b)
+            ctx.save_for_backward(hidden, weight, labels, bias, u, lora_b, picked)
             return losses
         ctx.save_for_backward(grads.hidden, grads.weight, grads.bias, grads.u, grads.lora_b)
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (hidden, weight, bias, u, lora_b))
@@ -132,10 +148,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         (upstream,) = outputs
         if ctx.per_token:
-            hidden, weight, labels, bias, u, lora_b = ctx.saved_tensors
+            hidden, weight, labels, bias, u, lora_b, picked = ctx.saved_tensors
             parts = Parts(hidden, ctx.quantised if weight is None else weight, bias, u, lora_b)
             grads = _buffers(parts, ctx.needs_input_grad)
-            _walk(parts, labels, upstream, grads, ctx.options)
+            _walk(parts, labels, picked, upstream, grads, ctx.options)
             found = (grads.hidden, grads.weight, grads.bias, grads.u, grads.lora_b)
             sources = (hidden, weight, bias, u, lora_b)
             out = [None if g is None else g.to(s.dtype) for g, s in zip(found, sources, strict=True)]
