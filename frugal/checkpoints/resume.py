@@ -52,10 +52,12 @@ def config_hash(config: dict[str, Any]) -> str:
 
 
 def data_fingerprint(rows: TokenDataset) -> str:
-    """SHA-256 of tokenised rows: ids, targets and document limits, in order."""
+    """SHA-256 of tokenised rows: ids, targets, document limits and verdicts, in order."""
     digest = hashlib.sha256()
     for array in (rows.input_ids, rows.trained, rows.doc_starts, rows.row_docs):
         digest.update(np.ascontiguousarray(array).data)
+    if not rows.good.all():
+        digest.update(np.ascontiguousarray(rows.good).data)
     return digest.hexdigest()
 
 

@@ -13,10 +13,12 @@ def _changed(section: Section, key: str) -> bool:
 
 
 _OBJECTIVES_OF = {
-    "beta": ("dpo", "orpo", "simpo"),
+    "beta": ("dpo", "orpo", "simpo", "kto"),
     "loss_type": ("dpo",),
     "label_smoothing": ("dpo", "simpo"),
     "simpo_gamma": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
 }
 """Keys of `objective`, and the objectives that read them."""
 
@@ -38,7 +40,10 @@ def _of_objective(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         way = "write objective.label_smoothing" if name in _OBJECTIVES_OF["label_smoothing"] else "leave it out"
         yield ("train.label_smoothing", "objective.name"), f"smooths the tokens of objective.name: sft; {way}"
     if data.packing:
-        yield ("data.packing", "objective.name"), f"is not there for pairs (objective.name: {name}): leave it out"
+        yield (
+            ("data.packing", "objective.name"),
+            f"is not there for objective.name: {name}: leave it out",
+        )
     if data.train_on == "all":
         message = f"would train the prompt too; objective.name: {name} compares answers: leave it out, or write last"
         yield ("data.train_on", "objective.name"), message

@@ -83,7 +83,9 @@ class LoraSection(Section):
 class SourceSection(Section):
     path: Text
     """A file, a folder, a name known to `frugal fetch`, or a `datasets` hub id."""
-    format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference"] = "auto"
+    format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference", "judged"] = (
+        "auto"
+    )
     """How rows are written. auto looks at the first rows' keys."""
     weight: Number = Field(default=1.0, gt=0)
     """How often each row is seen in an epoch: 0.5 takes half of them, 2 takes each twice."""
@@ -136,18 +138,23 @@ Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class ObjectiveSection(Section):
-    name: Literal["sft", "dpo", "orpo", "simpo"] = "sft"
+    name: Literal["sft", "dpo", "orpo", "simpo", "kto"] = "sft"
     """What is trained for. sft: the answers of the rows. dpo, orpo, simpo: a chosen answer above a rejected one, from
-    rows of the format `preference`; only dpo compares with the base as it was (the adapter switched off)."""
+    rows of the format `preference`. kto: good answers up, bad ones down, from rows of the format `judged`. dpo and kto
+    compare with the base as it was (the adapter switched off)."""
     beta: Number | None = Field(default=None, gt=0)
-    """dpo: how far the adapter may go from the base, less is farther. orpo: weight of the odds ratio. simpo: scale of
-    the mean log-probabilities. Unset: 0.1, for simpo 2."""
+    """dpo, kto: how far the adapter may go from the base, less is farther. orpo: weight of the odds ratio. simpo: scale
+    of the mean log-probabilities. Unset: 0.1, for simpo 2."""
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """The loss of dpo: that of its paper, IPO (by token, as in TRL), or the hinge of SLiC."""
     label_smoothing: Number = Field(default=0.0, ge=0, lt=0.5)
     """Part of the pairs that are taken to be the wrong way round (conservative DPO); dpo with sigmoid, and simpo."""
     simpo_gamma: Number = Field(default=0.5, ge=0)
     """Margin by which simpo wants the chosen answer to be better. Not multiplied by beta."""
+    desirable_weight: Number = Field(default=1.0, gt=0)
+    """kto: weight of the losses of good answers. Where there are more of one kind, the other's should be larger."""
+    undesirable_weight: Number = Field(default=1.0, gt=0)
+    """kto: weight of the losses of bad answers."""
 
 
 class TrainSection(Section):

@@ -36,7 +36,7 @@ from frugal.errors import ModelError
 from frugal.files import fsync_file, fsync_folder, read_json, write_json
 from frugal.tensor_files import map_arrays, write_tensors
 
-_ARRAYS = ("input_ids", "trained", "doc_starts", "row_docs", "origins")
+_ARRAYS = ("input_ids", "trained", "doc_starts", "row_docs", "origins", "good")
 _UNUSED_DAYS = 60
 
 

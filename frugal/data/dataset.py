@@ -32,10 +32,16 @@ class TokenDataset:
     """int64 [rows + 1]: first document of each row."""
     origins: np.ndarray
     """int32 [documents]: index of the source example of each document."""
+    good: np.ndarray
+    """bool [documents]: False where the row says that its answer is a bad one."""
 
     @classmethod
     def from_documents(
-        cls, ids: Sequence[np.ndarray], trained: Sequence[np.ndarray], origins: Sequence[int]
+        cls,
+        ids: Sequence[np.ndarray],
+        trained: Sequence[np.ndarray],
+        origins: Sequence[int],
+        good: Sequence[bool] | None = None,
     ) -> TokenDataset:
         """One row a document. The first token of a document is never a target."""
         lengths = np.array([len(one) for one in ids], dtype=np.int64)
@@ -48,6 +54,7 @@ class TokenDataset:
             doc_starts=starts,
             row_docs=np.arange(len(lengths) + 1, dtype=np.int64),
             origins=np.array(origins, dtype=np.int32),
+            good=np.ones(len(lengths), bool) if good is None else np.array(good, bool),
         )
 
     def __len__(self) -> int:
@@ -110,6 +117,7 @@ class TokenDataset:
                 [np.zeros(1, np.int64), np.cumsum([len(group) for group in groups], dtype=np.int64)]
             ),
             origins=self.origins[order],
+            good=self.good[order],
         )
 
 

@@ -3,6 +3,9 @@
 A pair that is too long loses its prompt first, from the left: whole turns of a conversation (never its system text, nor
 the last question), tokens of a plain text. Both answers keep the same prompt. What is still too long is cut at the
 end of the answers; a pair of which nothing is left to compare is dropped and counted.
+
+A single answer with a verdict goes the same way; its row holds its own document and one of its prompt with the answer
+of another row, from which KTO estimates how far the adapter has gone from the base.
 """
 
 from __future__ import annotations
@@ -101,10 +104,65 @@ def build_pairs(pairs: Sequence[EncodedPair], data: DataSection) -> tuple[TokenD
     return documents.grouped([(at, at + 1) for at in range(0, len(documents), 2)]), count
 
 
+def build_judged(
+    pairs: Sequence[EncodedPair], good: Sequence[bool], data: DataSection
+) -> tuple[TokenDataset, DatasetCounts]:
+    """One row a judged answer, of two documents: its own, and its prompt with the answer of another row.
+
+    The other is the nearest row before it (before the first stands the last) with another prompt: TRL's rotation, over
+    all rows instead of a micro-batch, so that no batch size changes it. Counts are of the rows' own documents.
+    """
+    count = DatasetCounts(rows=len(pairs))
+    own: list[tuple[np.ndarray, np.ndarray, int]] = []
+    for index, pair in enumerate(pairs):
+        row = pair.chosen
+        if pair.fault:
+            count.lose(pair.fault, index, 0)
+            continue
+        tokens = pair.tokens // 2
+        count.tokens_in += tokens
+        fitted = fit(row.ids, row.trained, data.max_length, data.on_overflow, split=False)
+        if fitted.too_long and data.on_overflow != "truncate":
+            count.lose(TOO_LONG, index, tokens)
+            continue
+        if not fitted.pieces:
+            count.lose(EMPTY_BY_LENGTH if fitted.too_long or len(row.ids) < tokens else EMPTY, index, tokens)
+            continue
+        ids, mask = fitted.pieces[0]
+        if len(ids) < tokens:
+            count.truncated_rows += 1
+            count.truncated_tokens += tokens - len(ids)
+        if row.literals:
+            count.literal_first = count.literal_first if count.literal_rows else index
+            count.literal_rows += 1
+        count.ends.add(row)
+        own.append((ids, mask, index))
+    check_balance(count, TokenDataset.from_documents([o[0] for o in own], [o[1] for o in own], [o[2] for o in own]))
+    begins = [int(np.argmax(mask)) for _, mask, _ in own]
+    prompts = [ids[:begin].tobytes() for (ids, _, _), begin in zip(own, begins, strict=True)]
+    documents = []
+    for at, (ids, mask, index) in enumerate(own):
+        other = next((at - back for back in range(1, len(own)) if prompts[at - back] != prompts[at]), at - 1)
+        answer, answer_mask = own[other][0][begins[other] :], own[other][1][begins[other] :]
+        begin, room = begins[at], data.max_length - begins[at]
+        mixed = np.concatenate([ids[:begin], answer[:room]]), np.concatenate([mask[:begin], answer_mask[:room]])
+        documents += [(ids, mask, index), (*mixed, own[other][2])]
+    found = TokenDataset.from_documents(
+        [one[0] for one in documents],
+        [one[1] for one in documents],
+        [one[2] for one in documents],
+        [good[index] for _, _, index in own for _ in range(2)],
+    )
+    count.documents = len(own)
+    return found.grouped([(at, at + 1) for at in range(0, len(found), 2)]), count
+
+
 def _fault(example: Example, pair: EncodedPair) -> str:
     for name, answer in (("chosen", example.chosen), ("rejected", example.rejected)):
         if not any(_says_something(message) for message in answer):
-            return f"`{name}` is empty"
+            return f"`{name if example.good is None else 'completion'}` is empty"
+    if example.good is not None:
+        return ""
     return SAME if np.array_equal(pair.chosen.ids, pair.rejected.ids) else ""
 
 

@@ -19,7 +19,7 @@ from frugal.data.chat.sandbox import TemplateLimit
 from frugal.data.chat.templates import PLAIN, portable
 from frugal.data.dataset import DatasetCounts, TokenDataset, build_dataset, report_counts, where
 from frugal.data.encode import EncodedRow, RowEncoder, chat_renderer
-from frugal.data.pairs import EncodedPair, build_pairs, encode_pairs
+from frugal.data.pairs import EncodedPair, build_judged, build_pairs, encode_pairs
 from frugal.data.report import DataReport
 from frugal.data.rows import Example
 from frugal.data.sources.mixing import keep_apart, load_train_eval
@@ -28,6 +28,7 @@ from frugal.errors import ConfigError, DataError
 
 Say = Callable[[str], None]
 TRAIN_PAIRS = "To train on pairs (or with orpo, simpo), write\nobjective:\n  name: dpo\n  beta: 0.1"
+TRAIN_JUDGED = "To train on them, write\nobjective:\n  name: kto\n  beta: 0.1"
 _LOOK_AT = 1000
 """Documents among which one is looked for."""
 _CHUNK = 256
@@ -257,6 +258,23 @@ def check_kinds(examples: Sequence[Example], objective: str) -> None:
     """Raises ConfigError, with the lines to write, when a row is not of the kind that ``objective`` trains on."""
     pairs = objective != "sft"
     for example in examples:
+        judged = example.good is not None
+        if judged and objective != "kto":
+            raise ConfigError(
+                f"{where(example)} says whether its answer is good (`label`), and objective.name is {objective}, which "
+                f"does not read that. {TRAIN_JUDGED}\nTo learn the good answers alone, keep those rows and take the "
+                "key out; if it says nothing about the answer, name it: `ignore_columns: [label]` beside the source's "
+                "path."
+            )
+        if objective == "kto":
+            if not judged:
+                sft = "To learn every answer, write\nobjective:\n  name: sft"
+                raise ConfigError(
+                    f"{where(example)} does not say whether its answer is good, and objective.name is kto, which reads "
+                    "rows of `prompt`, `completion` and `label` (true or false). "
+                    + (TRAIN_PAIRS if example.kind == "preference" else sft)
+                )
+            continue
         if pairs and example.kind != "preference":
             raise ConfigError(
                 f"{where(example)} is no preference row, and objective.name is {objective}, which compares a `chosen` "
@@ -344,7 +362,10 @@ def _tokenised(
         for at in range(0, len(unique), _CHUNK):
             chunk = unique[at : at + _CHUNK]
             pairs.update(zip(map(id, chunk), encode_pairs(row_encoder, chunk, data), strict=True))
-        return build_pairs([pairs[id(example)] for example in examples], data)
+        encoded = [pairs[id(example)] for example in examples]
+        if examples[0].good is not None:
+            return build_judged(encoded, [bool(example.good) for example in examples], data)
+        return build_pairs(encoded, data)
     rows: dict[int, EncodedRow] = {}
     for at in range(0, len(unique), _CHUNK):
         chunk = unique[at : at + _CHUNK]

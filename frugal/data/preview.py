@@ -21,8 +21,8 @@ from frugal.config import DataSection
 from frugal.data.answer_ends import TemplateReport
 from frugal.data.dataset import where
 from frugal.data.encode import EncodedRow, RowEncoder
-from frugal.data.pairs import encode_pairs
-from frugal.data.pipeline import TRAIN_PAIRS, build_from, make_encoder
+from frugal.data.pairs import EncodedPair, encode_pairs
+from frugal.data.pipeline import TRAIN_JUDGED, TRAIN_PAIRS, build_from, make_encoder
 from frugal.data.report import DataReport
 from frugal.data.rows import Example
 from frugal.data.sources.mixing import load_train_eval
@@ -89,9 +89,11 @@ def preview_rows(
     train, held_out, report = load_train_eval(data, seed=seed)
     pairs = bool(train) and all(example.kind == "preference" for example in [*train, *held_out])
     notes = []
+    judged = pairs and train[0].good is not None
     if pairs and objective == "sft":
-        objective = "dpo"
-        notes.append(f"objective.name is sft, which does not train preference rows. {TRAIN_PAIRS}")
+        objective = "kto" if judged else "dpo"
+        way = TRAIN_JUDGED if judged else TRAIN_PAIRS
+        notes.append(f"objective.name is sft, which does not train preference rows. {way}")
     clock = datetime.now()
     prepared = build_from(
         train,
@@ -111,7 +113,7 @@ def preview_rows(
         shown = [
             _shown(f"{where(example)} {name}", row, row_encoder, data.max_length, pair.fault)
             for example, pair in zip(head, encode_pairs(row_encoder, head, data), strict=True)
-            for name, row in zip(("chosen", "rejected"), pair.both, strict=True)
+            for name, row in _named(example, pair)
         ]
         lengths = prepared.train.document_lengths
         return PreviewData(shown, lengths, prepared.report, prepared.template_report, data.max_length, notes)
@@ -121,6 +123,12 @@ def preview_rows(
     ]
     lengths = np.diff(prepared.train.doc_starts)
     return PreviewData(shown, lengths, prepared.report, prepared.template_report, data.max_length)
+
+
+def _named(example: Example, pair: EncodedPair) -> list[tuple[str, EncodedRow]]:
+    if example.good is not None:
+        return [("good" if example.good else "bad", pair.chosen)]
+    return [("chosen", pair.chosen), ("rejected", pair.rejected)]
 
 
 def _spread(examples: Sequence[Example], rows: int) -> list[Example]:

@@ -44,6 +44,8 @@ class Example:
     text: str = ""
     chosen: list[Message] = field(default_factory=list)
     rejected: list[Message] = field(default_factory=list)
+    good: bool | None = None
+    """The verdict on a single answer, which is both `chosen` and `rejected` then; None for a pair and all else."""
 
     def content(self) -> bytes:
         """What the row says, wherever it stands: the same bytes for the same content. (Not by `asdict`, which copies

@@ -38,6 +38,8 @@ class Objective(ABC):
     """Documents of up to data.max_length tokens in a row: 2 where a row is a pair."""
     uses_reference: ClassVar[bool] = False
     """Whether a step runs the base without its adapter too."""
+    two_passes: ClassVar[bool] = False
+    """Whether the loss takes a figure of the whole step, of all its micro-batches and ranks: `first_pass` then."""
 
     @abstractmethod
     def collate(self, data: TokenDataset, rows: Sequence[int]) -> Batch:
@@ -58,6 +60,14 @@ class Objective(ABC):
         Sums begin with the loss and the number of targets; what follows is the objective's own, for `metrics`.
         ``chunk_tokens``: tokens whose logits exist at a time; None: by size.
         """
+
+    def first_pass(self, batch: Batch) -> Batch:
+        """What `loss` gives, without gradients, the sums of which are the step's figure for `second_pass`."""
+        raise NotImplementedError(f"{self.name} is one pass")
+
+    def second_pass(self, batch: Batch, sums: Tensor) -> Batch:
+        """``batch`` with the step's figure; a batch without takes its own."""
+        raise NotImplementedError(f"{self.name} is one pass")
 
     def metrics(self, sums: Sequence[float], *, training: bool) -> dict[str, float]:
         """Means from `loss`'s sums over all micro-batches and ranks: `loss`, and by name whatever else is reported."""

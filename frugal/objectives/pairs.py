@@ -61,11 +61,8 @@ class Pairs(Objective):
     def collate(self, data: TokenDataset, rows: Sequence[int]) -> Batch:
         """As `frugal.data.collate` over chosen, rejected, chosen, ...; `sizes` are the tokens of each as the batch has
         them, `weights` [pairs] is 0 for a pair that counts for nothing."""
-        documents = [one for row in rows for one in _documents(data[row])]
-        batch = collate(documents, self.pad_id, flat=self.flat)
-        width = batch["labels"].shape[-1]
-        sizes = [len(one.input_ids) if self.flat else width for one in documents]
-        return {**batch, "sizes": sizes, "weights": torch.ones(len(rows))}
+        batch = sized([one for row in rows for one in documents_of(data[row])], self.pad_id, flat=self.flat)
+        return {**batch, "weights": torch.ones(len(rows))}
 
     def without_targets(self, batch: Batch) -> Batch:
         labels = torch.full_like(batch["labels"], IGNORE_INDEX)
@@ -75,18 +72,14 @@ class Pairs(Objective):
         return len(rows)
 
     def loss(self, head: HeadSpec, batch: Batch, *, training: bool, chunk_tokens: int | None) -> tuple[Tensor, Tensor]:
-        inputs = {key: value for key, value in batch.items() if key not in ("labels", "sizes", "weights")}
-        labels, sizes, weights = batch["labels"], batch["sizes"], batch["weights"].double()
-        tokens = _by_answer((shift_labels(labels) != IGNORE_INDEX).flatten(), sizes)
-
-        def log_probs() -> Answers:
-            return _by_answer(head.log_probs(inputs, labels, chunk_tokens=chunk_tokens), sizes)
-
+        batch = dict(batch)
+        weights = batch.pop("weights").double()
+        tokens = _in_pairs(by_document((shift_labels(batch["labels"]) != IGNORE_INDEX).flatten(), batch["sizes"]))
         reference = None
         if self.uses_reference:  # first: nothing of the step is kept yet
             with without_adapter(head.model):
-                reference = log_probs()
-        policy = log_probs()
+                reference = _in_pairs(log_probs(head, batch, chunk_tokens))
+        policy = _in_pairs(log_probs(head, batch, chunk_tokens))
         losses, rewards = self.of_pairs(policy, reference, tokens, training=training)
         total = (losses * weights).sum()
         margins = rewards.chosen - rewards.rejected
@@ -126,17 +119,34 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def _documents(row: TokenRow) -> Iterator[TokenRow]:
+def documents_of(row: TokenRow) -> Iterator[TokenRow]:
+    """Each document of a row as a row of its own."""
     starts = row.doc_starts.tolist()
     for number, (begin, end) in enumerate(itertools.pairwise(starts)):
         limits = np.array([0, end - begin], np.int32)
         yield TokenRow(row.input_ids[begin:end], row.trained[begin:end], limits, row.origin[number : number + 1])
 
 
-def _by_answer(values: Tensor, sizes: list[int]) -> Answers:
+def sized(documents: Sequence[TokenRow], pad_id: int, *, flat: bool) -> Batch:
+    """As `frugal.data.collate` over documents, with their `sizes` in the batch."""
+    batch = collate(documents, pad_id, flat=flat)
+    width = batch["labels"].shape[-1]
+    return {**batch, "sizes": [len(one.input_ids) if flat else width for one in documents]}
+
+
+def log_probs(head: HeadSpec, batch: Batch, chunk_tokens: int | None) -> Tensor:
+    """Sum of the log-probabilities of each document's targets, float64 [documents], of what `sized` gives."""
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "sizes")}
+    return by_document(head.log_probs(inputs, batch["labels"], chunk_tokens=chunk_tokens), batch["sizes"])
+
+
+def by_document(values: Tensor, sizes: list[int]) -> Tensor:
     """Sums of ``values`` [tokens] over each document, in float64: a difference of sums of hundreds is what counts.
 
     Not by index_add, whose order on a GPU differs from run to run.
     """
-    sums = torch.stack([part.sum(dtype=torch.float64) for part in values.split(sizes)])
+    return torch.stack([part.sum(dtype=torch.float64) for part in values.split(sizes)])
+
+
+def _in_pairs(sums: Tensor) -> Answers:
     return Answers(sums[0::2], sums[1::2])

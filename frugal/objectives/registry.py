@@ -12,10 +12,11 @@ from frugal.models.head import HeadSpec, split_head
 from frugal.objectives.base import Batch, Objective
 from frugal.objectives.causal_lm import CausalLM
 from frugal.objectives.dpo import DPO
+from frugal.objectives.kto import KTO
 from frugal.objectives.orpo import ORPO
 from frugal.objectives.simpo import SimPO
 
-OBJECTIVES: dict[str, type[Objective]] = {each.name: each for each in (CausalLM, DPO, ORPO, SimPO)}
+OBJECTIVES: dict[str, type[Objective]] = {each.name: each for each in (CausalLM, DPO, ORPO, SimPO, KTO)}
 
 
 def make_objective(name: str = "sft", **settings: Any) -> Objective:

@@ -98,7 +98,9 @@ class Reporter:
         if record.get("eval_loss") is not None:  # of this step; an older one would look like a new measurement
             parts.insert(3, f"eval {record['eval_loss']:.4f}")
         if "rewards/margins" in record:
-            margin = f"margin {record['rewards/margins']:.4f}  right {100 * record['rewards/accuracies']:.0f} %"
+            margin = f"margin {record['rewards/margins']:.4f}"
+            if "rewards/accuracies" in record:
+                margin += f"  right {100 * record['rewards/accuracies']:.0f} %"
             parts.insert(parts.index(f"lr {record['learning_rate']:.2e}"), margin)
         parts.append(f"left {seconds(left)}" if step < self._total else f"took {seconds(elapsed)}")
         return "  ".join(parts)

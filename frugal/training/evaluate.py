@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +55,15 @@ def evaluate_rows(
     shortest = [int(data.lengths.argmin())]
     totals: Tensor | None = None
     try:
-        for rows in _batches(data, batch_size, rank, world_size):
-            batch = objective.collate(data, rows or shortest)
-            _, sums = module(to_device(batch if rows else objective.without_targets(batch), device))
+
+        def batches() -> Iterator[dict[str, Any]]:
+            for rows in _batches(data, batch_size, rank, world_size):
+                batch = objective.collate(data, rows or shortest)
+                yield to_device(batch if rows else objective.without_targets(batch), device)
+
+        figure = first_pass(module, objective, batches(), world_size) if objective.two_passes else None
+        for batch in batches():
+            _, sums = module(batch if figure is None else objective.second_pass(batch, figure))
             totals = sums if totals is None else totals + sums
     finally:
         module.train(was_training)
@@ -66,6 +72,21 @@ def evaluate_rows(
         torch.distributed.all_reduce(totals)
     found = numbers(totals)
     return EvalResult(objective.metrics(found, training=False), int(found[1]), len(data))
+
+
+@torch.no_grad()
+def first_pass(module: nn.Module, objective: Objective, batches: Iterable[dict[str, Any]], world_size: int) -> Tensor:
+    """Sums over all batches and ranks that an objective of two passes needs before its loss; dropout is off."""
+    was_training = module.training
+    module.eval()
+    try:
+        sums = [module(objective.first_pass(batch))[1] for batch in batches]
+    finally:
+        module.train(was_training)
+    total = torch.stack(sums).sum(dim=0)
+    if world_size > 1:
+        torch.distributed.all_reduce(total)
+    return total
 
 
 def longest_first(lengths: np.ndarray) -> list[int]:

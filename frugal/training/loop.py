@@ -6,7 +6,7 @@ import hashlib
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from frugal.distributed import group as ranks
 from frugal.distributed.device_wait import numbers
 from frugal.errors import Interrupted
 from frugal.memory.space import is_out_of_memory, recover
-from frugal.training.evaluate import EvalResult, evaluate_rows, to_device
+from frugal.training.evaluate import EvalResult, evaluate_rows, first_pass, to_device
 from frugal.training.optim import set_lr, trainable
 from frugal.training.schedule import TrainPlan, split_step
 from frugal.training.setup import Hooks, LoopState, TrainSetup, rng_state, set_rng_state
@@ -138,11 +138,19 @@ def _forward_backward(
     """The step's sums, with its gradients left in place; or with the update done already, and then the norm."""
     # the settings are read each time: they may have changed, and then gradients of smaller micro-batches add up
     micro = setup.memory.micro_batch_rows
-    if setup.step_in_backward and len(rows) <= micro:
-        return step.forward_backward_update(micro_batch(setup, rows, rows[0]), targets, name=name)
     mine = split_step(rows, micro=micro, rank=ranks.rank(), world_size=ranks.world_size())
-    batches = (micro_batch(setup, each, rows[0]) for each in mine)
-    return step.forward_backward(batches, len(mine), targets), None
+
+    def batches() -> Iterator[dict[str, Any]]:
+        return (micro_batch(setup, each, rows[0]) for each in mine)
+
+    made = batches()
+    objective = setup.objective
+    if objective.two_passes:
+        figure = first_pass(setup.wrapped, objective, made, ranks.world_size())
+        made = (objective.second_pass(batch, figure) for batch in batches())
+    if setup.step_in_backward and len(rows) <= micro:
+        return step.forward_backward_update(next(made), targets, name=name)
+    return step.forward_backward(made, len(mine), targets), None
 
 
 def _read(sums: torch.Tensor, targets: int) -> list[float]:

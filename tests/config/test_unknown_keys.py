@@ -130,7 +130,7 @@ def test_keys_of_other_tools_name_their_counterpart(tmp_path: pathlib.Path, key:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("stage: dpo", "write objective.name: sft, the default, dpo, orpo or simpo. Do not drop kto, rm or ppo"),
+        ("stage: dpo", "write objective.name: sft, the default, dpo, orpo, simpo or kto. Do not drop rm or ppo"),
         ("lora_rank: 8", "here it is called lora.r (lora.lora_alpha stays at its default of 32 unless you set it"),
         ("finetuning_type: lora", "plain `lora` of other tools (16-bit weights) is model.quantize: none"),
         ("lora_target: all", "lora.target_modules (all of LLaMA-Factory is all-linear here)"),

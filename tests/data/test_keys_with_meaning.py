@@ -14,11 +14,12 @@ import pytest
 
 from frugal.config import SourceSection
 from frugal.data.formats.meaning import MEDIA, VERDICTS
+from frugal.data.pipeline import check_kinds
 from frugal.data.report import DataReport
 from frugal.data.rows import Example, RawRow
 from frugal.data.sources.mixing import load_examples
 from frugal.data.sources.read_columns import read_parquet
-from frugal.errors import DataError
+from frugal.errors import ConfigError, DataError
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 ROWS: dict[str, dict[str, Any]] = {
@@ -51,10 +52,16 @@ def refusal(path: Path, row: dict[str, Any], **options: Any) -> str:
 )
 def test_a_verdict_is_never_trained_as_good(tmp_path: Path, name: str, key: str, value: Any) -> None:
     """U01."""
+    if name == "prompt_completion" and key == "label":  # of the format judged, which only objective kto trains
+        examples, _ = load(tmp_path / "a.jsonl", [{**ROWS[name], key: value}])
+        assert [example.good for example in examples] == [value]
+        with pytest.raises(ConfigError, match=r"name: kto[^$]*ignore_columns: \[label\]"):
+            check_kinds(examples, "sft")
+        return
     said = refusal(tmp_path / "a.jsonl", {**ROWS[name], key: value})
     assert f"`{key}` says how good" in said
     assert f"ignore_columns: [{key}]" in said
-    assert "KTOTrainer" in said
+    assert "objective.name: kto" in said
     assert len(load(tmp_path / "a.jsonl", [{**ROWS[name], key: value}], ignore_columns=[key])[0]) == 1
     assert len(load(tmp_path / "a.jsonl", [{**ROWS[name], key: None}])[0]) == 1
 

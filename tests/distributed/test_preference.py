@@ -26,7 +26,10 @@ def test_two_ranks_are_one_process(outcomes: Outcomes, tmp_path: Path, name: str
         assert len(report[name]["records"]) == len(records) == 4
         for theirs, mine in zip(report[name]["records"], records, strict=True):
             for key in SAME:
-                value = mine[key]
+                value = mine.get(key)
+                if value is None:  # kto has no accuracy, and no margin where all answers of a step are good
+                    assert key not in theirs
+                    continue
                 assert theirs[key] == (pytest.approx(value, rel=1e-6, abs=1e-9) if key in SAME[:5] else value), key
         assert report[name]["eval"] == pytest.approx(shown, rel=1e-6, abs=1e-9)
         for key, tensor in two.tensors(rank, name).items():

@@ -74,6 +74,26 @@ def test_a_dpo_run_learns_and_goes_on_bit_for_bit(
     assert measured_again["rows"] == 4
 
 
+def test_a_kto_run_learns(tiny_llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"prompt": f"hello {n}", "completion": "good morning" if n % 2 else "the answer is no", "label": bool(n % 2)}
+        for n in range(12)
+    ]
+    path, run = write_rows(tmp_path / "judged.jsonl", rows), tmp_path / "run"
+    train({**config(tiny_llama_folder, path, run), "objective": {"name": "kto"}})
+    log = read_log(run / "train_log.jsonl")
+    steps = [record for record in log if "loss" in record]
+    assert all("kl" in record for record in steps)
+    assert log[0]["eval_loss"] == pytest.approx(0.5, abs=1e-3), "the adapter begins as nothing"
+    assert log[-1]["eval_rewards/margins"] > 0.2
+    assert steps[-1]["loss"] < 0.45
+    assert "margin" in capsys.readouterr().out
+    manifest = json.loads((run / "manifest.json").read_text())
+    foreseen = manifest["forecast"]["device"]["phases"]["steady_step"]["bytes"]
+    assert foreseen == pytest.approx(manifest["warm-up step"]["step_bytes"], rel=0.1)
+    assert frugal.evaluate(run)["kl"] == pytest.approx(log[-1]["eval_kl"], rel=1e-4, abs=1e-6)
+
+
 def test_rows_of_the_other_kind_leave_no_folder(tiny_llama_folder: Path, tmp_path: Path) -> None:
     rows = pairs(tmp_path / "pairs.jsonl")
     with pytest.raises(ConfigError, match="objective:\n  name: dpo"):
@@ -91,8 +111,12 @@ def test_rows_of_the_other_kind_leave_no_folder(tiny_llama_folder: Path, tmp_pat
         ({"objective": {"name": "orpo", "loss_type": "ipo"}}, "objective.loss_type: has no effect"),
         ({"objective": {"name": "dpo", "loss_type": "hinge", "label_smoothing": 0.1}}, "write loss_type: sigmoid"),
         ({"objective": {"name": "dpo"}, "train": {"label_smoothing": 0.1}}, "write objective.label_smoothing"),
-        ({"objective": {"name": "simpo"}, "data": {"packing": True}}, "data.packing: is not there for pairs"),
+        (
+            {"objective": {"name": "simpo"}, "data": {"packing": True}},
+            "data.packing: is not there for",
+        ),
         ({"objective": {"name": "dpo"}, "data": {"train_on": "all"}}, "compares answers"),
+        ({"objective": {"name": "dpo", "desirable_weight": 2}}, "it is a key of kto"),
     ],
 )
 def test_settings_that_exclude_each_other(changes: dict[str, dict[str, Any]], said: str) -> None:

@@ -26,10 +26,18 @@ PAIRS = [
 ]
 
 
-def pairs(tmp_path: Path, rows: list[dict[str, Any]] | None = None) -> TokenDataset:
-    path = write_rows(tmp_path / "pairs.jsonl", rows or PAIRS)
+JUDGED = [
+    {"prompt": "one and one is", "completion": " two, as ever", "label": True},
+    {"prompt": "the sky", "completion": " is made of green cheese", "label": False},
+    {"prompt": "a", "completion": " b", "label": True},
+    {"prompt": "say yes or no, and nothing else:", "completion": " perhaps", "label": False},
+]
+
+
+def pairs(tmp_path: Path, rows: list[dict[str, Any]] | None = None, objective: str = "dpo") -> TokenDataset:
+    path = write_rows(tmp_path / "pairs.jsonl", rows or (JUDGED if objective == "kto" else PAIRS))
     tokenizer = byte_tokenizer(template=None, eos="<|endoftext|>")
-    return build(section(path), tokenizer, seed=0, vocab_size=300, objective="dpo").train
+    return build(section(path), tokenizer, seed=0, vocab_size=300, objective=objective).train
 
 
 def lora_llama(**changes: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from frugal.data.formats.alpaca import fill_alpaca
 from frugal.data.formats.meaning import REASONING, SWITCHES, VERDICTS, ignored_keys, refuse_unused, switch_of
 from frugal.data.formats.messages import fill_messages
-from frugal.data.formats.preference import fill_preference
+from frugal.data.formats.preference import fill_judged, fill_preference
 from frugal.data.formats.prompt_completion import fill_prompt_completion
 from frugal.data.formats.text import fill_text
 from frugal.data.formats.turns import Roles, key_list, tools_of
@@ -51,6 +51,7 @@ FORMATS: dict[str, Format] = {
         ("prompt", "conversations", "instruction", "input", "history", "tools", "system"),
         fill_preference,
     ),
+    "judged": Format(("prompt", "completion", "label"), ("tools", "system", *REASONING), fill_judged),
 }
 """A new format is a file beside this one, a row here, and its name in `config.models.SourceSection.format`."""
 
@@ -75,7 +76,9 @@ def formats_that_fit(row: dict[str, Any]) -> list[str]:
 
 def _narrowed(fits: list[str]) -> list[str]:
     if "preference" in fits:
-        fits = [name for name in fits if name != "sharegpt"]
+        fits = [name for name in fits if name not in ("sharegpt", "judged")]
+    if "judged" in fits:
+        fits = [name for name in fits if name != "prompt_completion"]
     return [name for name in fits if name != "text"] or fits
 
 

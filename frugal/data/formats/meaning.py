@@ -55,8 +55,11 @@ def refuse_unused(values: dict[str, Any], used: Collection[str], where: str = ""
 def _way(key: str) -> str:
     return (
         "`frugal train` learns every answer as a good one (objective sft). Keep the good rows and take the key out; "
-        "`chosen` and `rejected` answers are trained as pairs (`format: preference`, objective.name: dpo), verdicts on "
-        "single answers with TRL's KTOTrainer on `frugal.load(...)`. " + IGNORE.format(key=key)
+        "`chosen` and `rejected` answers are trained as pairs (`format: preference`, objective.name: dpo), true/false "
+        "verdicts on single answers as `prompt`, `completion` and `label` with objective.name: kto"
+        + (f" (`columns: {{label: {key}}}`)" if key in VERDICTS[1:5] else "")
+        + ". "
+        + IGNORE.format(key=key)
     )
 
 
@@ -80,6 +83,21 @@ def switch_of(values: dict[str, Any], what: str, where: str = "") -> bool | None
     if len(set(found.values())) > 1:
         raise RowError(f"switches of {what} contradict one another", f"{where}: {', '.join(found)}".lstrip(": "))
     return next(iter(found.values()), None)
+
+
+def verdict_of(value: Any, key: str) -> bool:
+    """A row's verdict on its answer.
+
+    Raises:
+        RowError: neither true/false nor 0/1.
+    """
+    said = _WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value  # CSV
+    if not isinstance(said, (bool, int, float)) or said not in (0, 1):
+        got = f"got {said:g}" if isinstance(said, (int, float)) else f"got {kind_of(said)}"
+        raise RowError(
+            f"`{key}` says how good an answer is, and is neither true/false nor 0/1", f"{got}. {IGNORE.format(key=key)}"
+        )
+    return bool(said)
 
 
 def ignored_keys(values: dict[str, Any], used: Collection[str]) -> list[str]:

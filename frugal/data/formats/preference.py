@@ -1,10 +1,18 @@
-"""Preference rows: one prompt, a chosen and a rejected answer."""
+"""Preference rows: one prompt, a chosen and a rejected answer; or one answer and a verdict on it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from frugal.data.formats.turns import Roles, history_of, messages_of, question_of, with_system
+from frugal.data.formats.meaning import verdict_of
+from frugal.data.formats.turns import (
+    Roles,
+    history_of,
+    messages_of,
+    question_of,
+    row_reasoning,
+    with_system,
+)
 from frugal.data.rows import Example, Message, RowError
 
 
@@ -54,6 +62,29 @@ def _split(chosen: str, rejected: str) -> dict[str, str]:
     while count and chosen[count - 1] == " ":  # a space before a word belongs to its token
         count -= 1
     return {"prompt": chosen[:count], "chosen": chosen[count:], "rejected": rejected[count:]} if count else {}
+
+
+def fill_judged(value: dict[str, Any], example: Example, roles: Roles) -> None:
+    """Fill an example from a row with `prompt` and `completion` (texts or messages) and `label`.
+
+    Raises:
+        RowError: `label` is no verdict, or the completion is not text and does not end with the assistant.
+    """
+    example.kind = "preference"
+    example.good = verdict_of(value["label"], "label")
+    prompt, answer = _prompt(value, roles), _answer(value["completion"], "completion", roles)
+    if answer[-1].role != "assistant":
+        raise RowError("`completion` does not end with an assistant turn")
+    reasoning = row_reasoning(value)
+    if reasoning is not None:
+        if not isinstance(value["completion"], str):
+            raise RowError("reasoning beside lists of messages", "put it into the turn as reasoning_content")
+        answer[-1].reasoning_content = reasoning
+    texts = isinstance(value["prompt"], str) and isinstance(value["completion"], str)
+    if texts and not value.get("system") and not example.tools and reasoning is None:
+        example.prompt = value["prompt"]  # texts, which may also be joined as they are
+    example.messages = with_system(prompt, value.get("system"))
+    example.chosen = example.rejected = answer
 
 
 def _prompt(value: dict[str, Any], roles: Roles) -> list[Message]:

@@ -12,7 +12,7 @@ from frugal.training.optim import trainable
 from tests.distributed.ranks.worker import Rank
 from tests.support import preference
 
-NAMES = ("dpo", "orpo", "simpo")
+NAMES = ("dpo", "orpo", "simpo", "kto")
 
 
 def trained(folder: Path, name: str, rows_of_a_rank: int) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
@@ -20,7 +20,10 @@ def trained(folder: Path, name: str, rows_of_a_rank: int) -> tuple[list[dict[str
 
     In float64: what differs by the order of sums stays far below what a fault would change.
     """
-    data = preference.pairs(folder, [*preference.PAIRS, {"prompt": "x y", "chosen": " z", "rejected": " w w"}])
+    more: list[dict[str, Any]] = [*preference.PAIRS, {"prompt": "x y", "chosen": " z", "rejected": " w w"}]
+    if name == "kto":
+        more = [*preference.JUDGED, {"prompt": "x y", "completion": " z", "label": True}]
+    data = preference.pairs(folder, more, name)
     made = preference.job(
         preference.lora_llama().double(), data, {"name": name}, per_device_train_batch_size=rows_of_a_rank,
         gradient_accumulation_steps=2, max_steps=4, learning_rate=1e-3,
