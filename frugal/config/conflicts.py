@@ -19,6 +19,7 @@ _OBJECTIVES_OF = {
     "simpo_gamma": ("simpo",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
+    "precompute_reference": ("dpo", "kto"),
 }
 """Keys of `objective`, and the objectives that read them."""
 
@@ -36,6 +37,10 @@ def _of_objective(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         yield keys, f"has no effect with objective.loss_type: {objective.loss_type}; write loss_type: sigmoid"
     if name == "sft":
         return
+    start = config.lora.init_lora_weights
+    if start in ("pissa", "loftq") and name in _OBJECTIVES_OF["precompute_reference"]:
+        keys = ("lora.init_lora_weights", "objective.name")
+        yield keys, f"{start} changes the base, which objective.name: {name} compares with: leave it out"
     if train.label_smoothing:
         way = "write objective.label_smoothing" if name in _OBJECTIVES_OF["label_smoothing"] else "leave it out"
         yield ("train.label_smoothing", "objective.name"), f"smooths the tokens of objective.name: sft; {way}"

@@ -155,6 +155,9 @@ class ObjectiveSection(Section):
     """kto: weight of the losses of good answers. Where there are more of one kind, the other's should be larger."""
     undesirable_weight: Number = Field(default=1.0, gt=0)
     """kto: weight of the losses of bad answers."""
+    precompute_reference: bool = False
+    """dpo, kto: the base's log-probabilities of all rows once when a run starts, instead of in every step: saves time
+    from the second pass over the data on."""
 
 
 class TrainSection(Section):

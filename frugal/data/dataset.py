@@ -34,6 +34,8 @@ class TokenDataset:
     """int32 [documents]: index of the source example of each document."""
     good: np.ndarray
     """bool [documents]: False where the row says that its answer is a bad one."""
+    reference: np.ndarray | None = None
+    """float64 [documents]: log-probabilities of the targets by the base, where a run computed them beforehand."""
 
     @classmethod
     def from_documents(

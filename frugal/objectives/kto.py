@@ -14,7 +14,7 @@ from frugal.data import TokenDataset
 from frugal.models.head import HeadSpec
 from frugal.objectives.base import Batch, Objective
 from frugal.objectives.causal_lm import CausalLM
-from frugal.objectives.pairs import documents_of, log_probs, sized, without_adapter
+from frugal.objectives.pairs import by_base, documents_of, log_probs, sized
 from frugal.ops import IGNORE_INDEX
 
 _OTHER = "other_"
@@ -35,16 +35,22 @@ class KTO(Objective):
     uses_reference: ClassVar[bool] = True
     two_passes: ClassVar[bool] = True
     beta: float = 0.1
+    precompute_reference: bool = False
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 
     def collate(self, data: TokenDataset, rows: Sequence[int]) -> Batch:
         """Own documents as `frugal.objectives.pairs.sized`, the second ones beside; `good`, `weights` [rows]."""
         own, other = zip(*(documents_of(data[row]) for row in rows), strict=True)
+        one, two = sized(own, self.pad_id, flat=self.flat), sized(other, self.pad_id, flat=self.flat)
+        if data.reference is not None:
+            first = torch.as_tensor(data.row_docs[list(rows)])
+            reference = torch.from_numpy(data.reference)
+            one["reference"], two["reference"] = reference[first], reference[first + 1]
         good = torch.tensor([bool(data.good[data.row_docs[row]]) for row in rows])
         return {
-            **sized(own, self.pad_id, flat=self.flat),
-            **_named(sized(other, self.pad_id, flat=self.flat)),
+            **one,
+            **_named(two),
             "good": good,
             "weights": torch.ones(len(rows)),
         }
@@ -73,8 +79,7 @@ class KTO(Objective):
                 return sums[0].float(), sums
             kl = _mean(sums)
         good = own.pop("good")
-        with without_adapter(head.model):
-            reference = log_probs(head, own, chunk_tokens)
+        reference = by_base(head, own, chunk_tokens)
         policy = log_probs(head, own, chunk_tokens)
         reward = self.beta * (policy - reference)
         away = torch.where(good, reward - self.beta * kl, self.beta * kl - reward)
@@ -89,8 +94,7 @@ class KTO(Objective):
     def _moved_others(self, head: HeadSpec, batch: Batch, chunk_tokens: int | None) -> Tensor:
         """By how much the log-probabilities of answers to other prompts moved, [rows]; without dropout."""
         others = {key.removeprefix(_OTHER): value for key, value in batch.items() if key.startswith(_OTHER)}
-        with without_adapter(head.model):
-            reference = log_probs(head, others, chunk_tokens)
+        reference = by_base(head, others, chunk_tokens)
         mode = head.model.training
         head.model.eval()
         try:
@@ -114,6 +118,8 @@ class KTO(Objective):
         each = max(1, length // 2)
         batch = CausalLM(flat=self.flat).batch_without_values(rows, each, documents=1, device=device)
         batch["sizes"] = [each] * rows
+        if self.precompute_reference:
+            batch["reference"] = torch.zeros(rows, dtype=torch.float64, device=device)
         good = torch.ones(rows, device=device, dtype=torch.bool)
         return {**batch, **_named(batch), "good": good, "weights": torch.ones(rows, device=device)}
 

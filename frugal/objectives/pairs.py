@@ -47,6 +47,7 @@ class Pairs(Objective):
 
     answers: ClassVar[int] = 2
     beta: float = 0.1
+    precompute_reference: bool = False
 
     @abstractmethod
     def of_pairs(
@@ -62,6 +63,8 @@ class Pairs(Objective):
         """As `frugal.data.collate` over chosen, rejected, chosen, ...; `sizes` are the tokens of each as the batch has
         them, `weights` [pairs] is 0 for a pair that counts for nothing."""
         batch = sized([one for row in rows for one in documents_of(data[row])], self.pad_id, flat=self.flat)
+        if data.reference is not None:
+            batch["reference"] = torch.from_numpy(data.reference[_documents_in(data, rows)])
         return {**batch, "weights": torch.ones(len(rows))}
 
     def without_targets(self, batch: Batch) -> Batch:
@@ -77,8 +80,7 @@ class Pairs(Objective):
         tokens = _in_pairs(by_document((shift_labels(batch["labels"]) != IGNORE_INDEX).flatten(), batch["sizes"]))
         reference = None
         if self.uses_reference:  # first: nothing of the step is kept yet
-            with without_adapter(head.model):
-                reference = _in_pairs(log_probs(head, batch, chunk_tokens))
+            reference = _in_pairs(by_base(head, batch, chunk_tokens))
         policy = _in_pairs(log_probs(head, batch, chunk_tokens))
         losses, rewards = self.of_pairs(policy, reference, tokens, training=training)
         total = (losses * weights).sum()
@@ -99,6 +101,8 @@ class Pairs(Objective):
             if self.flat
             else tokens.batch_without_values(2 * rows, each, documents=1, device=device)
         )
+        if self.precompute_reference:
+            batch["reference"] = torch.zeros(2 * rows, dtype=torch.float64, device=device)
         return {**batch, "sizes": [each] * (2 * rows), "weights": torch.ones(rows, device=device)}
 
 
@@ -136,8 +140,55 @@ def sized(documents: Sequence[TokenRow], pad_id: int, *, flat: bool) -> Batch:
 
 def log_probs(head: HeadSpec, batch: Batch, chunk_tokens: int | None) -> Tensor:
     """Sum of the log-probabilities of each document's targets, float64 [documents], of what `sized` gives."""
-    inputs = {key: value for key, value in batch.items() if key not in ("labels", "sizes")}
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "sizes", "reference")}
     return by_document(head.log_probs(inputs, batch["labels"], chunk_tokens=chunk_tokens), batch["sizes"])
+
+
+def by_base(head: HeadSpec, batch: Batch, chunk_tokens: int | None) -> Tensor:
+    """`log_probs` of the base without its adapter: the batch's `reference` where it has one."""
+    if "reference" in batch:
+        known: Tensor = batch["reference"]
+        return known
+    with without_adapter(head.model):
+        return log_probs(head, batch, chunk_tokens)
+
+
+def precompute_reference(
+    head: HeadSpec,
+    data: TokenDataset,
+    objective: Objective,
+    *,
+    batch_documents: int,
+    chunk_tokens: int | None,
+    device: torch.device,
+    rank: int = 0,
+    world_size: int = 1,
+) -> None:
+    """Fill `data.reference`, longest documents first; every rank does its share of the batches."""
+    order = np.argsort(-data.document_lengths, kind="stable")
+    found = torch.zeros(len(order), dtype=torch.float64)
+    for at in range(rank * batch_documents, len(order), world_size * batch_documents):
+        numbers = order[at : at + batch_documents]
+        documents = [_document(data, int(number)) for number in numbers]
+        batch = sized(documents, objective.pad_id, flat=objective.flat)
+        moved = {key: one.to(device) if isinstance(one, Tensor) else one for key, one in batch.items()}
+        found[torch.from_numpy(numbers)] = by_base(head, moved, chunk_tokens).cpu()
+    if world_size > 1:
+        on_device = found.to(device)
+        torch.distributed.all_reduce(on_device)
+        found = on_device.cpu()
+    data.reference = found.numpy()
+
+
+def _document(data: TokenDataset, number: int) -> TokenRow:
+    begin, end = int(data.doc_starts[number]), int(data.doc_starts[number + 1])
+    limits = np.array([0, end - begin], np.int32)
+    ids, trained = np.array(data.input_ids[begin:end]), np.array(data.trained[begin:end])
+    return TokenRow(ids, trained, limits, data.origins[number : number + 1])
+
+
+def _documents_in(data: TokenDataset, rows: Sequence[int]) -> np.ndarray:
+    return np.concatenate([np.arange(data.row_docs[row], data.row_docs[row + 1]) for row in rows])
 
 
 def by_document(values: Tensor, sizes: list[int]) -> Tensor:

@@ -39,10 +39,11 @@ _PHASES = {
     "data": "preparing rows",
     "plan": "planning memory",
     "load": "loading the model",
+    "reference": "reading all rows with the base",
     "warm-up step": "trying the longest micro-batch",
     "saving": "saving the adapter",
 }
-_SAID = ("plan", "load", "warm-up step")
+_SAID = ("plan", "load", "reference", "warm-up step")
 """Phases of seconds to minutes in which nothing else is said."""
 
 

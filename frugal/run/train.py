@@ -28,6 +28,7 @@ from frugal.models.attention import join_rows
 from frugal.models.resolve import base_fingerprint
 from frugal.models.tokenizer import zero_embedding_rows
 from frugal.objectives import LossModule, configured_objective
+from frugal.objectives.pairs import precompute_reference
 from frugal.ops.registry import recording
 from frugal.run.events import RunEvents
 from frugal.run.library_log import FILE_NAME, LibraryLog
@@ -185,6 +186,14 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         )
         cleanup.callback(memory.close)
         events.built(built, module.head)
+        if config.objective.precompute_reference:
+            with events.phase("reference"):
+                for part in data.parts.values():
+                    precompute_reference(
+                        module.head, part, objective, chunk_tokens=config.memory.loss_chunk_tokens,
+                        batch_documents=objective.answers * settings.per_device_train_batch_size,
+                        device=accelerator.device, rank=group.rank(), world_size=group.world_size(),
+                    )  # fmt: skip
         writer = CheckpointWriter(
             run_dir=run_dir,
             strategy=strategy,

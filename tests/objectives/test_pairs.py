@@ -12,7 +12,7 @@ from frugal.config import ObjectiveSection, TrainSection
 from frugal.data import TokenDataset
 from frugal.models.attention import use_attention
 from frugal.objectives import LossModule, configured_objective
-from frugal.objectives.pairs import METRICS, without_adapter
+from frugal.objectives.pairs import METRICS, precompute_reference, without_adapter
 from frugal.training.evaluate import evaluate_rows
 from tests.conftest import make_llama
 from tests.support.preference import job, lora_llama, pairs, steps
@@ -132,6 +132,33 @@ def test_the_reference_is_the_base_and_leaves_everything_as_it_was(tmp_path: Pat
     torch.testing.assert_close(off, base.detach())
     assert model.training
     assert before == {name: p.requires_grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_a_reference_computed_beforehand_changes_nothing_but_the_passes(tmp_path: Path, name: str, flat: bool) -> None:
+    found, passes = [], []
+    for beforehand in (False, True):
+        data = pairs(tmp_path, objective=name)
+        made = job(lora_llama().double(), data, {"name": name, "precompute_reference": beforehand}, flat=flat,
+                   per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2)  # fmt: skip
+        objective = made.module.objective
+        if beforehand:
+            precompute_reference(made.module.head, data, objective, batch_documents=3, chunk_tokens=None,
+                                 device=torch.device("cpu"))  # fmt: skip
+            batch = objective.collate(data, [1, 2])
+            shape = objective.batch_without_values(2, 8, documents=1, device=torch.device("cpu"))
+            assert batch.keys() == shape.keys()
+            assert batch["reference"].shape == shape["reference"].shape
+        calls: list[int] = []
+        handle = made.module.head.decoder.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        found.append(steps(made))
+        handle.remove()
+        passes.append(len(calls))
+    for one, two in zip(*found, strict=True):
+        for key in one.keys() - {"seconds", "tokens_per_second", "peak_memory_bytes", "rows_sha256"}:
+            assert one[key] == pytest.approx(two[key], rel=1e-8, abs=1e-10), key
+    assert passes == ([8, 4] if name == "dpo" else [16, 8])
 
 
 def test_train_section_smoothing_is_of_tokens() -> None:

@@ -80,7 +80,7 @@ def test_a_kto_run_learns(tiny_llama_folder: Path, tmp_path: Path, capsys: pytes
         for n in range(12)
     ]
     path, run = write_rows(tmp_path / "judged.jsonl", rows), tmp_path / "run"
-    train({**config(tiny_llama_folder, path, run), "objective": {"name": "kto"}})
+    train({**config(tiny_llama_folder, path, run), "objective": {"name": "kto", "precompute_reference": True}})
     log = read_log(run / "train_log.jsonl")
     steps = [record for record in log if "loss" in record]
     assert all("kl" in record for record in steps)
@@ -117,6 +117,11 @@ def test_rows_of_the_other_kind_leave_no_folder(tiny_llama_folder: Path, tmp_pat
         ),
         ({"objective": {"name": "dpo"}, "data": {"train_on": "all"}}, "compares answers"),
         ({"objective": {"name": "dpo", "desirable_weight": 2}}, "it is a key of kto"),
+        ({"objective": {"name": "orpo", "precompute_reference": True}}, "it is a key of dpo, kto"),
+        (
+            {"objective": {"name": "kto"}, "lora": {"init_lora_weights": "pissa"}, "model": {"quantize": "none"}},
+            "pissa changes the base",
+        ),
     ],
 )
 def test_settings_that_exclude_each_other(changes: dict[str, dict[str, Any]], said: str) -> None:

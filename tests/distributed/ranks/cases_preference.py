@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from frugal.objectives.pairs import precompute_reference
 from frugal.training.evaluate import evaluate_rows
 from frugal.training.optim import trainable
 from tests.distributed.ranks.worker import Rank
@@ -28,12 +29,17 @@ def trained(folder: Path, name: str, rows_of_a_rank: int) -> tuple[list[dict[str
         preference.lora_llama().double(), data, {"name": name}, per_device_train_batch_size=rows_of_a_rank,
         gradient_accumulation_steps=2, max_steps=4, learning_rate=1e-3,
     )  # fmt: skip
-    records = preference.steps(made)
     rank, world = (
         (torch.distributed.get_rank(), torch.distributed.get_world_size())
         if torch.distributed.is_initialized()
         else (0, 1)
     )
+    if name == "kto":  # with the reference computed beforehand, each rank a part
+        precompute_reference(
+            made.module.head, data, made.module.objective, batch_documents=3, chunk_tokens=None,
+            device=torch.device("cpu"), rank=rank, world_size=world,
+        )  # fmt: skip
+    records = preference.steps(made)
     shown = evaluate_rows(
         made.module, data, made.module.objective, batch_size=1, device=torch.device("cpu"), rank=rank, world_size=world
     )
