@@ -74,6 +74,18 @@ class NF4Tensors:
             raise ValueError(f"a parameter of shape {self.shape} has no experts")
         return _from_tensors({name: tensor[index] for name, tensor in self.tensors().items()}, self.shape[1:])
 
+    def columns(self, start: int, stop: int) -> NF4Tensors:
+        """Columns ``start`` to ``stop`` of a matrix, both multiples of 64: copies, their scales not quantised.
+
+        Dequantised they give the bits of the same columns of the whole.
+        """
+        rows, width = self.shape
+        if width % BLOCK or start % BLOCK or stop % BLOCK:
+            raise ValueError(f"columns {start} to {stop} of {width} are no whole blocks of {BLOCK}")
+        packed = self.packed.view(rows, width // 2)[:, start // 2 : stop // 2]
+        scales = self.scales.view(rows, width // BLOCK)[:, start // BLOCK : stop // BLOCK]
+        return NF4Tensors(packed.contiguous(), scales.contiguous().view(torch.int32), None, None, (rows, stop - start))
+
     def dequantize_rows(
         self, start: int, stop: int, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from frugal.codecs.nf4 import NF4Tensors
 from frugal.ops.registry import implements, resolve
-from frugal.ops.weights import Weight, block_rows, row_blocks, rows
+from frugal.ops.weights import Weight, block_rows, column_blocks, columns, row_blocks, rows
 
 Lora = tuple[Tensor, Tensor, float]
 N_TENSORS = 4  # weight, bias, A, B: what autograd sees of a projection
@@ -178,18 +178,39 @@ class LoraMatmul:
     def input_grad(self, dy: Tensor, dx: Tensor, first: bool, keep: Tensor | None = None) -> Tensor:
         """dx [tile, in_features] = (or +=, unless ``first``) gradient through the projection of dy.
 
-        ``keep`` [tile, in_features] is the dropout's scaled mask. In 16 bits several blocks are summed in fp32; where
-        sum and product would be larger than dense W, W is taken whole instead.
+        ``keep`` [tile, in_features] is the dropout's scaled mask. In 16 bits W is cut by columns, each of which gives
+        its part of dx with one rounding, as the whole W would. W is whole where nothing has to be converted, and where
+        a tile is larger than it: then it is kept for the next one.
         """
-        narrow = self.dtype.itemsize < 4
-        blocks = self.blocks(
-            narrow and dy.shape[0] * (4 + self.dtype.itemsize) > self.p.out_features * self.dtype.itemsize
+        narrow, weight = self.dtype.itemsize < 4, self.p.weight
+        whole = narrow and (
+            dy.shape[0] * (4 + self.dtype.itemsize) > self.p.out_features * self.dtype.itemsize
+            or (isinstance(weight, Tensor) and weight.dtype == self.dtype)
         )
+        by_rows = not narrow or whole or self._held is not None
+        cut = None if by_rows else column_blocks(weight, self.dtype, self.device)
+        if cut is None:
+            self._by_rows(dy, dx, first, narrow, whole)
+        for start, stop in cut or ():
+            block = columns(weight, start, stop, self.dtype)
+            if first:
+                torch.mm(dy, block, out=dx[:, start:stop])
+            else:
+                dx[:, start:stop].addmm_(dy, block)
+        if self.a is not None and self.b is not None and not self.merged:
+            du = torch.mm(dy, self.b).mul_(self.scale)
+            if keep is None:
+                dx.addmm_(du, self.a)
+            else:
+                dx += torch.mm(du, self.a).mul_(keep)
+        return dx
+
+    def _by_rows(self, dy: Tensor, dx: Tensor, first: bool, narrow: bool, whole: bool) -> None:
+        """dx by blocks of rows; in 16 bits several are summed in fp32."""
         total: Tensor | None = None
-        for start, stop, block in blocks:
+        for start, stop, block in self.blocks(whole):
             part = dy[:, start:stop]
-            whole = (start, stop) == (0, self.p.out_features)
-            if narrow and not whole:
+            if narrow and (start, stop) != (0, self.p.out_features):
                 product = torch.mm(part, block)
                 total = product.float() if total is None else total.add_(product)
             elif first and start == 0:
@@ -198,13 +219,6 @@ class LoraMatmul:
                 dx.addmm_(part, block)
         if total is not None:
             dx.copy_(total if first else total.add_(dx))
-        if self.a is not None and self.b is not None and not self.merged:
-            du = torch.mm(dy, self.b).mul_(self.scale)
-            if keep is None:
-                dx.addmm_(du, self.a)
-            else:
-                dx += torch.mm(du, self.a).mul_(keep)
-        return dx
 
     def own_grads(self, x: Tensor | None, dy: Tensor, grads: ProjectionGrads, dropped: Tensor | None = None) -> None:
         """Adds the tile's part to the gradients of bias, W, A and B."""

@@ -11,7 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from frugal.device import Device
 from frugal.errors import UnsupportedError
-from frugal.ops import adam8bit  # noqa: F401  (registers its rows)
+from frugal.ops import (
+    adam8bit,  # noqa: F401  (registers its rows)
+    registry,
+)
 from frugal.ops.registry import choices, choose, resolve
 from frugal.ops.simulated import simulating
 
@@ -60,7 +63,7 @@ def test_a_plan_for_a_gpu_resolves_through_the_same_rows_and_never_calls_a_kerne
         with simulating(Device("cuda", capability=(8, 6))):
             form, decision = resolve(op, torch.empty(2, 2, device="meta", dtype=torch.float32))
         assert decision.value == "triton"
-        assert form is plain
+        assert form is registry._SIMULATED.get((op, "triton"), plain)
 
 
 def test_without_triton_everything_imports_and_says_why() -> None:

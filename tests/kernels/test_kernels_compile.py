@@ -13,9 +13,10 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from benchmarks.kernel_cases import CASES, DTYPES
+from benchmarks.kernel_cases import CASES, DTYPES, nf4_parts
 from benchmarks.kernel_metrics import AMD_TARGET, TARGETS, compile_launch, target_name
 from benchmarks.kernels_aot import compile_row, faults, make, wanted
+from frugal.ops.weights.triton import prepare_dequantize
 
 MATRIX = json.loads((Path(__file__).parents[2] / "benchmarks/results/kernels_aot.json").read_text(encoding="utf-8"))
 ROWS = {(row["kernel"], row["dtype"], row["target"]): row for row in MATRIX["rows"]}
@@ -79,3 +80,13 @@ def test_scales_are_never_fused() -> None:
     """Product and sum of double quantisation are rounded one by one: bitsandbytes' bits depend on it."""
     launch = CASES["nf4_dequantize_double"](DTYPES["fp32"], make, "sm_90").launch
     assert compile_launch(launch, 90).fused_multiply_adds == 0
+
+
+@pytest.mark.parametrize(("dtype", "target"), [("fp16", 75), ("bf16", 86), ("bf16", 90)])
+def test_columns_of_nf4_compile_as_rows_do(dtype: str, target: int) -> None:
+    """S1: the same kernel with a start in two dimensions."""
+    parts = nf4_parts(14336, 4096, make, double=True)
+    out = make(14336, 576, dtype=DTYPES[dtype])
+    launch = prepare_dequantize(parts, 64, 64 + out.numel(), out, f"sm_{target}", width=576, pitch=4096)
+    compiled = compile_launch(launch, target)
+    assert compiled.spill_loads == compiled.spill_stores == compiled.fused_multiply_adds == 0

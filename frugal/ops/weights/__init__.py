@@ -1,20 +1,21 @@
 """Weights as the operations see them: dense tensors, or quantised ones that hand out blocks of dense rows.
 
-An operation never asks for a whole dequantised matrix: it walks over blocks of rows (`row_blocks`), and a block of
-a few MB of it exist at a time.
+An operation walks over blocks of rows (`row_blocks`), or of columns (`column_blocks`) where it would have to sum over
+rows, and a block of a few MB of a dequantised matrix exists at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from frugal.codecs.base import refuse_absent
 from frugal.codecs.nf4 import NF4Tensors
-from frugal.ops.registry import implements, resolve
+from frugal.codecs.nf4_codes import BLOCK as NF4_BLOCK
+from frugal.ops.registry import implements, resolve, simulates
 from frugal.ops.simulated import sampled
 
 BLOCK_BYTES = 16 * 2**20  # dense bytes of one block of rows on a GPU: amortises the launch, far below a layer's matrix
@@ -49,9 +50,29 @@ def rows(weight: Weight, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     return block
 
 
+def columns(weight: Weight, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """Columns ``start`` to ``stop`` of a weight that `column_blocks` cuts, in ``dtype``: [rows, stop - start]."""
+    if isinstance(weight, Tensor):
+        return weight[:, start:stop].to(dtype)
+    assert isinstance(weight, NF4Tensors)
+    run, _ = resolve("nf4_rows", weight.packed, dtype=dtype)
+    block: Tensor = run(weight, 0, weight.shape[0], dtype, columns=(start, stop))
+    return block
+
+
 @implements("nf4_rows", "torch")
-def _nf4_rows(weight: NF4Tensors, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    return weight.dequantize_rows(start, stop, dtype)
+def _nf4_rows(
+    weight: NF4Tensors, start: int, stop: int, dtype: torch.dtype, columns: tuple[int, int] | None = None
+) -> Tensor:
+    return (weight if columns is None else weight.columns(*columns)).dequantize_rows(start, stop, dtype)
+
+
+@simulates("nf4_rows", "triton")
+def _nf4_rows_simulated(
+    weight: NF4Tensors, start: int, stop: int, dtype: torch.dtype, columns: tuple[int, int] | None = None
+) -> Tensor:
+    first, last = (0, weight.shape[1]) if columns is None else columns
+    return weight.packed.new_empty(min(stop, weight.shape[0]) - start, last - first, dtype=dtype)
 
 
 def block_rows(n_columns: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -60,15 +81,19 @@ def block_rows(n_columns: int, dtype: torch.dtype, device: torch.device) -> int:
     return max(64, most // max(1, n_columns * dtype.itemsize) // 64 * 64)
 
 
+def _refuse_absent(weight: Weight, device: torch.device) -> None:
+    if isinstance(weight, NF4Tensors):
+        weight.refuse_absent(device)
+    elif isinstance(weight, Tensor):
+        refuse_absent({"weight": weight}, device)
+
+
 def row_blocks(weight: Weight, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[int, int]]:
     """Row ranges that cover the weight. One range on a GPU when it is dense and already in ``dtype``: no copy there.
 
     Raises ModelError, at once, for a weight whose bytes are not there: everything that reads rows asks here first.
     """
-    if isinstance(weight, NF4Tensors):
-        weight.refuse_absent(device)
-    elif isinstance(weight, Tensor):
-        refuse_absent({"weight": weight}, device)
+    _refuse_absent(weight, device)
     n_rows, n_columns = int(weight.shape[0]), int(weight.shape[1])
     step = block_rows(n_columns, dtype, device)
     if isinstance(weight, Tensor) and weight.dtype == dtype and device.type != "cpu":
@@ -76,6 +101,24 @@ def row_blocks(weight: Weight, dtype: torch.dtype, device: torch.device) -> Iter
     like = weight if isinstance(weight, Tensor) else getattr(weight, "packed", None)
     starts = range(0, n_rows, step)
     return ((start, min(start + step, n_rows)) for start in (starts if like is None else sampled(starts, like)))
+
+
+def column_blocks(weight: Weight, dtype: torch.dtype, device: torch.device) -> list[tuple[int, int]] | None:
+    """Column ranges that cover the weight, a block's size each; None where columns cannot be had by themselves, or
+    where one block of rows is all of it.
+
+    A product with dY over a range of columns is a part of dX: nothing is summed over blocks, as it is over rows.
+    Raises as `row_blocks`.
+    """
+    _refuse_absent(weight, device)
+    n_rows, n_columns = int(weight.shape[0]), int(weight.shape[1])
+    stored: Any = weight.packed if isinstance(weight, NF4Tensors) else weight
+    if not isinstance(stored, Tensor) or (stored is not weight and n_columns % NF4_BLOCK):
+        return None
+    if block_rows(n_columns, dtype, device) >= n_rows:
+        return None
+    step = block_rows(n_rows, dtype, device)
+    return [(lo, min(lo + step, n_columns)) for lo in sampled(range(0, n_columns, step), stored)]
 
 
 def matmul_t(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:

@@ -68,14 +68,19 @@ def block_scale(ABSMAX, NESTED, OFFSET, NESTED_CODE, block, mask, DOUBLE: tl.con
 
 @triton.jit
 def nf4_dequantize_kernel(
-    PACKED, ABSMAX, NESTED, OFFSET, CODE, NESTED_CODE, OUT, start, count,
-    DOUBLE: tl.constexpr, BLOCKS: tl.constexpr,
+    PACKED, ABSMAX, NESTED, OFFSET, CODE, NESTED_CODE, OUT, start, count, width, pitch,
+    DOUBLE: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # start (a multiple of 64) and count in elements of the flattened matrix.
+    # start (a multiple of 64) and count in elements of the flattened matrix. COLUMNS: count elements of some columns,
+    # width blocks of 64 of each row, whose rows are pitch blocks long; start is the first row's first element.
     local = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    scale = block_scale(ABSMAX, NESTED, OFFSET, NESTED_CODE, start // 64 + local, local * 64 < count, DOUBLE)
-    byte = local[:, None] * 32 + tl.arange(0, 32)[None, :]
-    codes = tl.load(PACKED + start // 2 + byte, mask=byte * 2 < count, other=0).to(tl.int32)
+    stored = local
+    if COLUMNS:
+        stored = local // width * pitch + local % width
+    scale = block_scale(ABSMAX, NESTED, OFFSET, NESTED_CODE, start // 64 + stored, local * 64 < count, DOUBLE)
+    inner = tl.arange(0, 32)[None, :]
+    inside = local[:, None] * 64 + inner * 2 < count
+    codes = tl.load(PACKED + start // 2 + stored[:, None] * 32 + inner, mask=inside, other=0).to(tl.int32)
     pairs = tl.join(tl.load(CODE + (codes >> 4)), tl.load(CODE + (codes & 15)))
     values = tl.reshape(pairs, (BLOCKS, 64)) * scale[:, None]
     element = local[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -113,17 +118,23 @@ def nf4_lora_kernel(
     tl.store(OUT + out_at, (dense + lora_scale * update).to(OUT.dtype.element_ty), mask=row_in & column_in)
 
 
-def prepare_dequantize(parts: Nf4Parts, start: int, stop: int, out: Tensor, target: str | None = None) -> Launch:
-    """Elements ``start`` (a multiple of 64) to ``stop`` of the flattened matrix into ``out`` [stop - start]."""
-    if start % BLOCK:
-        raise ValueError(f"start must be a multiple of {BLOCK}, got {start}")
+def prepare_dequantize(
+    parts: Nf4Parts, start: int, stop: int, out: Tensor, target: str | None = None, *, width: int = 0, pitch: int = 0
+) -> Launch:
+    """Elements ``start`` (a multiple of 64) to ``stop`` of the flattened matrix into ``out`` [stop - start].
+
+    With ``width``, the columns of a block: the same number of elements, ``width`` of every ``pitch`` from ``start`` on.
+    Both are multiples of 64.
+    """
+    if start % BLOCK or width % BLOCK or pitch % BLOCK:
+        raise ValueError(f"start, width and pitch must be multiples of {BLOCK}, got {start}, {width}, {pitch}")
     sizes = tile("nf4_dequantize", out.dtype, out.device, target)
     blocks, count = sizes.pop("BLOCKS"), stop - start
     return Launch(
         nf4_dequantize_kernel,
         (cdiv(cdiv(count, BLOCK), blocks),),
-        (*parts.pointers(), out, start, count),
-        {"DOUBLE": parts.double, "BLOCKS": blocks},
+        (*parts.pointers(), out, start, count, max(1, width // BLOCK), max(1, pitch // BLOCK)),
+        {"DOUBLE": parts.double, "BLOCKS": blocks, "COLUMNS": width > 0},
         {**sizes, "enable_fp_fusion": False},
     )
 
@@ -166,13 +177,24 @@ def dequantize_lora(parts: Nf4Parts, a: Tensor, b: Tensor, scale: float, first_r
 
 
 @implements("nf4_rows", "triton")
-def nf4_rows(weight: NF4Tensors, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """Rows ``start`` to ``stop`` of an NF4 matrix in one launch (bitsandbytes takes three to five)."""
-    columns = weight.shape[1]
-    first, last = start * columns, min(stop, weight.shape[0]) * columns
+def nf4_rows(
+    weight: NF4Tensors, start: int, stop: int, dtype: torch.dtype, columns: tuple[int, int] | None = None
+) -> Tensor:
+    """Rows ``start`` to ``stop`` of an NF4 matrix in one launch (bitsandbytes takes three to five).
+
+    ``columns`` (first, last + 1), multiples of 64: only those.
+    """
+    pitch = weight.shape[1]
+    stop = min(stop, weight.shape[0])
+    if columns is not None:
+        width, at = columns[1] - columns[0], start * pitch + columns[0]
+        out = torch.empty(stop - start, width, dtype=dtype, device=weight.packed.device)
+        prepare_dequantize(_parts(weight), at, at + out.numel(), out, width=width, pitch=pitch).run()
+        return out
+    first, last = start * pitch, stop * pitch
     aligned = first // BLOCK * BLOCK
     flat = dequantize(_parts(weight), aligned, last, dtype)
-    return flat[first - aligned :].view(-1, columns)
+    return flat[first - aligned :].view(-1, pitch)
 
 
 @implements("nf4_rows_with_update", "triton")

@@ -206,6 +206,16 @@ def test_nf4_rows(columns: int, double: bool) -> None:
         bits_equal(got, nf4.dequantize_rows(start, stop, torch.bfloat16))
 
 
+@pytest.mark.parametrize("double", [True, False])
+def test_nf4_columns(double: bool) -> None:
+    """Columns of rows, written without the others: what dX is made of in 16 bits (S1)."""
+    nf4 = quantize_nf4(torch.randn(90, 320), double)
+    for (start, stop), (first, last) in (((0, 90), (64, 256)), ((7, 30), (0, 64)), ((64, 1000), (192, 320))):
+        with checked():
+            got = nf4_rows(nf4, start, stop, torch.bfloat16, columns=(first, last))
+        bits_equal(got, nf4.dequantize_rows(start, stop, torch.bfloat16)[:, first:last].contiguous())
+
+
 def test_nf4_rows_with_update() -> None:
     nf4 = quantize_nf4(torch.randn(90, 64))
     a, b = torch.randn(8, 64), torch.randn(90, 8)
