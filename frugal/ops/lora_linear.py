@@ -64,10 +64,10 @@ class _LoraLinear(torch.autograd.Function):
         run = LoraMatmul(p, dy.dtype, dy.device, dy.shape[0], dropped=bool(ctx.dropout))
         keep = None if mask is None else mask.to(dy.dtype).div_(1 - ctx.dropout)
         grads = ProjectionGrads.zeros(p, needs[1 : 1 + N_TENSORS])
-        run.own_grads(x, dy, grads, None if keep is None or x is None else x * keep)
+        du = run.own_grads(x, dy, grads, None if keep is None or x is None else x * keep)
         dx = None
         if needs[0]:
-            dx = run.input_grad(dy, dy.new_empty(dy.shape[0], p.in_features), True, keep)
+            dx = run.input_grad(dy, dy.new_empty(dy.shape[0], p.in_features), True, keep, du)
         return (dx, *grads.like(p), None, None)
 
 

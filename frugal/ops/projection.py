@@ -175,12 +175,15 @@ class LoraMatmul:
             out.addmm_(u, self.b.t(), alpha=self.scale)
         return out
 
-    def input_grad(self, dy: Tensor, dx: Tensor, first: bool, keep: Tensor | None = None) -> Tensor:
+    def input_grad(
+        self, dy: Tensor, dx: Tensor, first: bool, keep: Tensor | None = None, du: Tensor | None = None
+    ) -> Tensor:
         """dx [tile, in_features] = (or +=, unless ``first``) gradient through the projection of dy.
 
-        ``keep`` [tile, in_features] is the dropout's scaled mask. In 16 bits W is cut by columns, each of which gives
-        its part of dx with one rounding, as the whole W would. W is whole where nothing has to be converted, and where
-        a tile is larger than it: then it is kept for the next one.
+        ``keep`` [tile, in_features] is the dropout's scaled mask, ``du`` what `own_grads` gave for this dy; it is
+        overwritten. In 16 bits W is cut by columns, each of which gives its part of dx with one rounding, as the whole
+        W would. W is whole where nothing has to be converted, and where a tile is larger than it: then it is kept for
+        the next one.
         """
         narrow, weight = self.dtype.itemsize < 4, self.p.weight
         whole = narrow and (
@@ -198,7 +201,7 @@ class LoraMatmul:
             else:
                 dx[:, start:stop].addmm_(dy, block)
         if self.a is not None and self.b is not None and not self.merged:
-            du = torch.mm(dy, self.b).mul_(self.scale)
+            du = (torch.mm(dy, self.b) if du is None else du).mul_(self.scale)
             if keep is None:
                 dx.addmm_(du, self.a)
             else:
@@ -220,15 +223,18 @@ class LoraMatmul:
         if total is not None:
             dx.copy_(total if first else total.add_(dx))
 
-    def own_grads(self, x: Tensor | None, dy: Tensor, grads: ProjectionGrads, dropped: Tensor | None = None) -> None:
-        """Adds the tile's part to the gradients of bias, W, A and B."""
+    def own_grads(
+        self, x: Tensor | None, dy: Tensor, grads: ProjectionGrads, dropped: Tensor | None = None
+    ) -> Tensor | None:
+        """Adds the tile's part to the gradients of bias, W, A and B; returns dy B [tile, r] where it was made."""
         if grads.bias is not None:
             grads.bias += dy.sum(0, dtype=grads.bias.dtype)
         if x is None:
-            return
+            return None
         if grads.weight is not None:
             _add_product(grads.weight, dy.t(), x, 1.0)
         source = x if dropped is None else dropped
+        du = None
         if grads.a is not None and self.b is not None:
             du = torch.mm(dy, self.b)
             _add_product(grads.a, du.t(), source, self.scale)
@@ -236,6 +242,7 @@ class LoraMatmul:
             u = torch.mm(source, self.a.t())
             # (u^T dy)^T: on a CPU 1.5 times as fast as dy^T u, and read only once where dy is a slice.
             grads.b.t().add_(torch.mm(u.t(), dy), alpha=self.scale)
+        return du
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, alpha: float) -> None:

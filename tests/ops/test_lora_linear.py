@@ -201,3 +201,20 @@ def test_columns_of_nf4_are_those_of_the_whole() -> None:
     with pytest.raises(ValueError, match="no whole blocks of 64"):
         nf4.columns(0, 40)
     assert column_blocks(quantize_nf4(torch.randn(8, 40)), torch.bfloat16, torch.device("cpu")) is None
+
+
+def test_dy_is_multiplied_by_b_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S5: A's gradient and the input's both need dy B; each read of dy is as large as the layer's output."""
+    t = _tensors(dtype=torch.float32)
+    a, b, x = (t[name].requires_grad_() for name in ("a", "b", "x"))
+    y = lora_linear(x, t["w"], lora=(a, b, 0.5))
+    seen: list[torch.Tensor] = []
+    mm = torch.mm
+
+    def counted(*args, **kwargs):
+        seen.append(args[1])
+        return mm(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    y.sum().backward()
+    assert [one.shape for one in seen].count(b.shape) == 1

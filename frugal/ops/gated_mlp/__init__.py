@@ -127,10 +127,10 @@ class _GatedMlp(torch.autograd.Function):
                 a = _activate(g, ctx.activation)
             if grads[-1].wants_input:
                 h = _kernels().gated(g, u, h, ctx.activation) if ctx.fused else torch.mul(a, u, out=h)
-            runs[-1].own_grads(h if grads[-1].wants_input else None, dy[lo:hi], grads[-1])
+            du = runs[-1].own_grads(h if grads[-1].wants_input else None, dy[lo:hi], grads[-1])
             if not below:
                 continue
-            dh = runs[-1].input_grad(dy[lo:hi], h, True)
+            dh = runs[-1].input_grad(dy[lo:hi], h, True, du=du)
             if ctx.fused:
                 _kernels().gated_backward_(dh, g, u, ctx.activation)
             else:
@@ -142,9 +142,9 @@ class _GatedMlp(torch.autograd.Function):
             row = 0
             for run, grad in zip(runs[:-1], grads[:-1], strict=True):
                 d_out = gu[:, row : row + run.p.out_features]
-                run.own_grads(x[lo:hi], d_out, grad)
+                du = run.own_grads(x[lo:hi], d_out, grad)
                 if dx is not None:
-                    run.input_grad(d_out, dx[lo:hi], row == 0)
+                    run.input_grad(d_out, dx[lo:hi], row == 0, du=du)
                 row += run.p.out_features
         found = [g for p, grad in zip(projections, grads, strict=True) for g in grad.like(p)]
         return (dx, None, None, None, None, None, *found)
