@@ -114,8 +114,8 @@ def peer_side() -> Side:
     return Side("peer", model, loss, adamw(model))
 
 
-def _quantised_peft() -> nn.Module:
-    """PEFT + bitsandbytes + transformers as a good user sets them up for float32 compute on a CPU.
+def quantised_base() -> nn.Module:
+    """bitsandbytes + transformers as a good user sets them up for float32 compute on a CPU, before the adapter.
 
     NF4 with double quantisation, sdpa attention, non-reentrant checkpointing. The model is loaded as float32
     because 16-bit products are many times slower on a CPU; `prepare_model_for_kbit_training` then finds nothing left to
@@ -130,12 +130,22 @@ def _quantised_peft() -> nn.Module:
     base = AutoModelForCausalLM.from_pretrained(
         fetch(MODEL), quantization_config=quantization, dtype=torch.float32, attn_implementation="sdpa"
     )
-    base = prepare_model_for_kbit_training(
+    prepared: nn.Module = prepare_model_for_kbit_training(
         base, use_gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}
     )
+    return prepared
+
+
+def lora_config() -> LoraConfig:
+    """The adapter of every side."""
+    return LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def _quantised_peft() -> nn.Module:
+    """`quantised_base` with PEFT's adapter."""
+    base = quantised_base()
     torch.manual_seed(0)
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(base, config).train()
+    model = get_peft_model(base, lora_config()).train()
     model.config.use_cache = False
     return model
 
