@@ -5,9 +5,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from frugal.codecs.nf4 import quantize_nf4
+from frugal.codecs.nf4 import NF4Codec, quantize_nf4
+from frugal.device import Device
 from frugal.ops.lora_linear import lora_linear, lora_linear_reference
 from frugal.ops.projection import LoraMatmul, Projection
+from frugal.ops.simulated import simulating
 from frugal.ops.weights import column_blocks, columns
 
 F64 = torch.float64
@@ -201,6 +203,20 @@ def test_columns_of_nf4_are_those_of_the_whole() -> None:
     with pytest.raises(ValueError, match="no whole blocks of 64"):
         nf4.columns(0, 40)
     assert column_blocks(quantize_nf4(torch.randn(8, 40)), torch.bfloat16, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_plans_cut_columns_without_values(device: str) -> None:
+    """A large NF4 matrix in 16 bits, planned for a CPU, a GPU with kernels and one without."""
+    for capability in (8, 6), (7, 0):
+        mode = FakeTensorMode() if device == "cpu" else simulating(Device("cuda", capability=capability))
+        with mode:
+            weight = NF4Codec().empty((4096, 8192), device)
+            dy = torch.empty(64, 4096, dtype=torch.bfloat16, device=device)
+            dx = torch.empty(64, 8192, dtype=torch.bfloat16, device=device)
+            assert column_blocks(weight, dy.dtype, torch.device(device))
+            run = LoraMatmul(Projection(weight), dy.dtype, torch.device(device), 64)
+            assert run.input_grad(dy, dx, False).shape == (64, 8192)
 
 
 def test_dy_is_multiplied_by_b_once(monkeypatch: pytest.MonkeyPatch) -> None:
