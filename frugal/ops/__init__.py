@@ -4,6 +4,7 @@ Nothing here knows transformers or peft.
 """
 
 from frugal.ops.attention import attention, attention_reference
+from frugal.ops.experts import ExpertStack, experts, experts_reference
 from frugal.ops.gated_mlp import gated_mlp, gated_mlp_reference
 from frugal.ops.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy, linear_cross_entropy_reference
 from frugal.ops.lora_linear import lora_linear, lora_linear_reference
@@ -14,10 +15,13 @@ from frugal.ops.rope import rope, rope_joint, rope_pair, rope_reference
 
 __all__ = [
     "IGNORE_INDEX",
+    "ExpertStack",
     "Projection",
     "attention",
     "attention_reference",
     "choose",
+    "experts",
+    "experts_reference",
     "gated_mlp",
     "gated_mlp_reference",
     "linear_cross_entropy",

@@ -302,6 +302,10 @@ ROWS: dict[str, tuple[Implementation, ...]] = {
         Implementation("torch", _TORCH),
         _REFERENCE,
     ),
+    "experts": (
+        Implementation("torch", "tokens sorted by expert, one expert decoded at a time; any device"),
+        _REFERENCE,
+    ),
     "rms_norm": (
         _triton("rms_norm", "one pass over the row", _norm_limits),
         Implementation("torch", _TORCH),

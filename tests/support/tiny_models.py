@@ -28,10 +28,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
 }  # fmt: skip
 
+_SPARSE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 24, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+    "num_key_value_heads": 4, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+}  # fmt: skip
+MOE_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _SPARSE,
+    "qwen2_moe": {**_SPARSE, "shared_expert_intermediate_size": 40},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 6},
+    "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "deepseek_v3": {**_LATENT, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {**_LATENT, "mlp_layer_types": ["dense", "sparse"]},
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32,
+                    "global_head_dim": 12, "vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 16,
+                    "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0,
+                    "sliding_window": 6},
+    "qwen3_next": {**_SPARSE, "shared_expert_intermediate_size": 40, "linear_num_key_heads": 2,
+                   "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 12,
+                   "layer_types": ["linear_attention", "full_attention"]},
+}  # fmt: skip
+
 
 def tiny_config(family: str, **changes: Any) -> Any:
     """The config of a tiny model of one of `FAMILIES` (or another transformers model type, with ``changes``)."""
-    return AutoConfig.for_model(family, **{**_COMMON, **FAMILIES.get(family, {}), **changes})
+    own = FAMILIES.get(family) or MOE_FAMILIES.get(family, {})
+    return AutoConfig.for_model(family, **{**_COMMON, **own, **changes})
 
 
 def tiny_model(family: str, *, seed: int = 0, attn_implementation: str | None = None, **changes: Any) -> Any:
