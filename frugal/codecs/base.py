@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from frugal.codecs.stacks import Piece
 from frugal.errors import ModelError
 
 
@@ -96,6 +97,10 @@ class EncodedModule:
 
     def encode_(self, part: str, weight: Tensor) -> None:
         """Replace the stored parameter ``part`` by dense ``weight``, encoded where ``weight`` lies."""
+        raise NotImplementedError
+
+    def encode_piece_(self, part: str, piece: Piece, matrix: Tensor) -> None:
+        """Encode one matrix of a stack of experts ``part``; the others stay as they are."""
         raise NotImplementedError
 
     def encoded(self, part: str) -> EncodedWeight:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from frugal.codecs import NF4Codec
+from frugal.codecs import NF4Codec, Piece
 from frugal.model_structure import stacked_experts
 from frugal.models.modules.experts import STACKS, FrugalExperts, NF4Experts, experts_candidate
 from frugal.models.skeleton import build_meta
@@ -94,17 +94,33 @@ def test_as_transformers_over_the_same_numbers(family: str, stored: str) -> None
     assert not wrong, "of x, weights of choices, A and B of gate_up, A and B of down"
 
 
+def same(one: NF4Experts, other: NF4Experts) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_an_expert_is_encoded_by_itself_and_as_in_the_stack(family: str) -> None:
+def test_the_cut_of_a_checkpoint_changes_no_number(family: str) -> None:
+    """Whole stacks, experts in any order, or gate and up of each as matrices of their own: the same bytes."""
     old, _ = stock(family)
-    one, other = NF4Experts(old, NF4Codec()), NF4Experts(old, NF4Codec())
+    whole, other = NF4Experts(old, NF4Codec()), NF4Experts(old, NF4Codec())
     for part in STACKS:
         stack = old.get_parameter(part).detach()
-        one.encode_(part, stack)
+        whole.encode_(part, stack)
         for expert in reversed(range(stack.shape[0])):
-            other.encode_expert_(part, expert, stack[expert])
-        assert all(torch.equal(a, b) for a, b in zip(one.encoded(part).tensors().values(),
-                                                     other.encoded(part).tensors().values(), strict=True))  # fmt: skip
+            if whole.parts[part] == 2:
+                gate, up = stack[expert].chunk(2)
+                other.encode_piece_(part, Piece(expert, 1, 2), up)
+                other.encode_piece_(part, Piece(expert, 0, 2), gate)
+            else:
+                other.encode_piece_(part, Piece(expert), stack[expert])
+    assert same(whole, other)
+    assert whole.parts["gate_up_proj"] == (1 if family == "gpt_oss" else 2)
+    gate = whole.encoded("gate_up_proj").pieces.expert(0)
+    rows = old.gate_up_proj[0].t() if whole.is_transposed else old.gate_up_proj[0][: gate.shape[0]]
+    alone = NF4Codec().encode(rows)
+    assert all(torch.equal(a, b) for a, b in zip(gate.tensors().values(), alone.tensors().values(), strict=True))
+    with pytest.raises(ValueError, match="one of 1 matrices of an expert"):
+        whole.encode_piece_("down_proj", Piece(0), torch.zeros(3, 3))
 
 
 def test_dropout_draws_the_same_masks_in_backward() -> None:

@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from frugal.codecs import Codec, EncodedModule, EncodedWeight, NF4Codec
-from frugal.codecs.nf4 import NF4Tensors
+from frugal.codecs import Codec, EncodedModule, EncodedWeight, NF4Codec, NF4Tensors, Piece, PiecedStack
 from frugal.model_structure import stacked_experts
 from frugal.models.equivalence import mismatch
 from frugal.ops import ExpertStack, experts
@@ -80,7 +79,7 @@ class FrugalExperts(nn.Module):
 
 
 class NF4Experts(FrugalExperts, EncodedModule):
-    """Frozen stacks in NF4: an expert's blocks are its own, so that every stored tensor is cut along dim 0.
+    """Frozen stacks in NF4: blocks never cross experts, nor from gate to up, whichever way a checkpoint cuts them.
 
     Rows are always outputs, also where the checkpoint's are inputs: one expert is transposed while it is encoded.
     """
@@ -94,16 +93,17 @@ class NF4Experts(FrugalExperts, EncodedModule):
         """Uninitialised storage on the device of ``old``'s stacks, which may be none ("meta")."""
         super().__init__(old)
         self.codec = codec
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        # Interleaved rows of gate and up are one matrix: apart they would be every other row.
+        self.parts = {GATE_UP: 2 if getattr(old, "is_concatenated", False) else 1, DOWN: 1}
+        self._pieces: dict[str, tuple[int, int, int]] = {}
         for part in STACKS:
             stack = stacked(old, part)
-            rows_out = (0, 2, 1) if self.is_transposed else (0, 1, 2)
-            shape = tuple(int(stack.shape[i]) for i in rows_out)
-            self._shapes[part] = shape
-            self._store(part, codec.empty(shape, stack.device))
+            count, rows, columns = (stack.transpose(1, 2) if self.is_transposed else stack).shape
+            self._pieces[part] = (count * self.parts[part], rows // self.parts[part], columns)
+            self._store(part, stack.device)
 
-    def _store(self, part: str, nf4: NF4Tensors) -> None:
-        tensors = nf4.tensors()
+    def _store(self, part: str, device: torch.device) -> None:
+        tensors = self.codec.empty(self._pieces[part], device).tensors()
         for name in ("packed", *_STORED):
             tensor = tensors.get(name)
             stored = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
@@ -111,24 +111,32 @@ class NF4Experts(FrugalExperts, EncodedModule):
 
     def encode_(self, part: str, weight: Tensor) -> None:
         """Encode a whole stack, as the checkpoint has it, expert by expert."""
-        self._store(part, self.codec.empty(self._shapes[part], weight.device))
+        self._store(part, weight.device)
         for expert, matrix in enumerate(weight):
-            self.encode_expert_(part, expert, matrix)
+            self.encode_piece_(part, Piece(expert), matrix)
 
     @torch.no_grad()
-    def encode_expert_(self, part: str, expert: int, matrix: Tensor) -> None:
-        """Encode the matrix of one expert, as the checkpoint has it, into storage that is there."""
-        matrix = matrix.t() if self.is_transposed else matrix
-        if tuple(matrix.shape) != self._shapes[part][1:]:
-            raise ValueError(f"{part} of an expert is {tuple(matrix.shape)}, expected {self._shapes[part][1:]}")
-        into = self.encoded(part).expert(expert).tensors()
-        for name, tensor in self.codec.encode(matrix).tensors().items():
-            into[name].copy_(tensor)
+    def encode_piece_(self, part: str, piece: Piece, matrix: Tensor) -> None:
+        """Encode one matrix, as the checkpoint has it: all rows of an expert or one of ``piece.parts`` shares."""
+        if self.get_parameter(part).is_meta and not matrix.is_meta:
+            self._store(part, matrix.device)
+        if self.is_transposed:
+            matrix = matrix.t()
+        own, (_, rows, columns) = self.parts[part], self._pieces[part]
+        shares = own // piece.parts  # of ours, in this one
+        if tuple(matrix.shape) != (rows * shares, columns):
+            raise ValueError(f"{part}: one of {piece.parts} matrices of an expert is {tuple(matrix.shape)}, "
+                             f"an expert has {own} of {(rows, columns)}")  # fmt: skip
+        stored = self.encoded(part).pieces
+        for share in range(shares):
+            into = stored.expert(piece.expert * own + piece.part * shares + share).tensors()
+            for name, tensor in self.codec.encode(matrix[share * rows : (share + 1) * rows]).tensors().items():
+                into[name].copy_(tensor)
 
-    def encoded(self, part: str) -> NF4Tensors:
+    def encoded(self, part: str) -> PiecedStack:
         """The stored stack, [experts, out, in] (references, no copies)."""
         packed, absmax, nested, offset = (getattr(self, name) for name in self.encoded_parts[part])
-        return NF4Tensors(packed, absmax, nested, offset, self._shapes[part])
+        return PiecedStack(NF4Tensors(packed, absmax, nested, offset, self._pieces[part]), self.parts[part])
 
     def matrix_stack(self, part: str) -> Tensor | EncodedWeight:
         """The stored stack ``part``."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from frugal.codecs.base import refuse_absent
 from frugal.codecs.nf4 import NF4Tensors
 from frugal.codecs.nf4_codes import BLOCK as NF4_BLOCK
+from frugal.codecs.stacks import Pieces
 from frugal.ops.registry import implements, resolve, simulates
 from frugal.ops.simulated import is_fake, sampled
 
@@ -43,6 +44,9 @@ def rows(weight: Weight, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         return weight[start:stop].to(dtype)
     if dtype == torch.float64:  # quantised values are fp32 numbers; only tests compute wider
         return weight.dequantize_rows(start, stop, torch.float32).double()
+    if isinstance(weight, Pieces):
+        found = [rows(matrix, lo, hi, dtype) for matrix, lo, hi in weight.within(start, stop)]
+        return found[0] if len(found) == 1 else torch.cat(found)
     if not isinstance(weight, NF4Tensors):
         return weight.dequantize_rows(start, stop, dtype)
     run, _ = resolve("nf4_rows", weight.packed, dtype=dtype)
