@@ -20,15 +20,17 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from frugal.codecs import NF4Codec, NF4Linear
 from frugal.codecs.dense import upcast_on_use
-from frugal.codecs.nf4 import NF4Linear
 from frugal.errors import ModelError, UnsupportedError
 from frugal.model_structure import decoder_layers, inside, is_tied, table_names
 from frugal.models.materialize import (
     NO_LAYERS,
     DeferredLayers,
     LoadedTensor,
+    Place,
     defer,
+    keeps_float32,
     materialize,
     not_by_layer,
     pending,
@@ -36,11 +38,27 @@ from frugal.models.materialize import (
     set_resident_dtypes,
     set_tensor,
 )
+from frugal.models.modules.experts import NF4Experts
 from frugal.models.modules.host_embedding import put_on_host
-from frugal.models.report import LoadReport, count_bytes, count_parameters, dtype_name, shares_left_dense
+from frugal.models.report import (
+    LoadReport,
+    count_bytes,
+    count_parameters,
+    dtype_name,
+    share_of_encoded_experts,
+    shares_left_dense,
+)
 from frugal.models.resolve import ResolvedModel, stored_tensors
-from frugal.models.skeleton import KeyMap, build_meta, fill_buffers, ignorable, insert_nf4, linear_kinds, map_keys
-from frugal.tensor_files import StoredTensor
+from frugal.models.skeleton import (
+    KeyMap,
+    build_meta,
+    expert_kinds,
+    fill_buffers,
+    ignorable,
+    insert_nf4,
+    linear_kinds,
+    map_keys,
+)
 
 Weights = Literal["files", "layerwise", "meta"]
 """Where weights come from. files: all are read. layerwise: those of decoder layers later, one layer at a time. meta:
@@ -99,8 +117,11 @@ def load_base(
         remote_code=trust_remote_code and "auto_map" in config.to_dict(),
     )
     linears, report.kept = linear_kinds(model)
-    report.quantized = linears if quantize == "nf4" else []
-    loaded, later = LoadedBase(model, report), dict[str, StoredTensor]()
+    if quantize == "nf4":
+        stacks, whole = expert_kinds(model)
+        report.quantized = [*linears, *stacks]
+        report.kept = {name: why for name, why in report.kept.items() if name.rpartition(".")[0] not in stacks} | whole
+    loaded, later = LoadedBase(model, report), list[Place]()
     if weights == "meta":
         loaded.tensors = _without_memory(model, report, double_quant, dtype, host_embedding)
     else:
@@ -126,6 +147,7 @@ def load_base(
     report.tied_head = is_tied(model)
     report.parameters, report.bytes_by_kind = count_parameters(model), count_bytes(model)
     report.expert_share, report.other_share = shares_left_dense(model, report.kept)
+    report.encoded_expert_share = share_of_encoded_experts(model)
     if host_embedding:
         report.keeps_on_host(put_on_host(model, device, dtype).weight)
     if weights == "layerwise":  # now: modules were replaced up to here
@@ -157,10 +179,10 @@ def _read_weights(
     trust_remote_code: bool,
     layerwise: bool,
     host_embedding: bool,
-) -> dict[str, StoredTensor]:
+) -> list[Place]:
     """Fill ``loaded`` from files, tensor by tensor, or through transformers where names do not map one to one.
 
-    Returns the tensors that wait, by their name in the model.
+    Returns where the tensors go that wait.
     """
     model, report = loaded.model, loaded.report
     entries = stored_tensors(source.path)
@@ -177,12 +199,13 @@ def _read_weights(
     if report.route_reason:
         report.route = "transformers"
         loaded.model = _through_transformers(source, report, trust_remote_code, double_quant, dtype, device)
-        return {}
-    found = {target: entries[name] for name, target in keys.targets.items()}
-    later = {name: entry for name, entry in found.items() if inside(name, layers)}
+        return []
+    found = [Place(target, entries[name]) for name, target in keys.targets.items()]
+    found += [Place(target, entries[name], piece) for name, (target, piece) in keys.pieces.items()]
+    later = [place for place in found if inside(place.name, layers)]
     table = f"{table_names(model)[0]}.weight" if host_embedding else ""
-    on_host = {name: entry for name, entry in found.items() if name == table}
-    now = {name: entry for name, entry in found.items() if name not in later and name != table}
+    on_host = [place for place in found if place.name == table]
+    now = [place for place in found if place.name != table and not inside(place.name, layers)]
     materialize(pending(model, now), dtype, device)
     materialize(pending(model, on_host), dtype, torch.device("cpu"))
     expected = defer(model, later, dtype)
@@ -237,14 +260,24 @@ def _through_transformers(
         raise _incomplete(model, source, bad)
     report.unexpected = ignorable(model, info["unexpected_keys"], missing=False)
     for name in report.quantized:
-        linear = model.get_submodule(name)
-        model.set_submodule(name, NF4Linear.from_linear(linear.to(device), double_quant))
+        old = model.get_submodule(name).to(device)
+        new = NF4Linear.from_linear(old, double_quant) if isinstance(old, nn.Linear) else _encoded(old, double_quant)
+        model.set_submodule(name, new)
     tables = {id(module) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
+    for owner, module in model.named_modules():
+        for part, parameter in module.named_parameters(recurse=False):
             ndim = parameter.ndim if id(module) in tables else 0
-            parameter.data = parameter.data.to(resident_dtype(parameter.dtype, ndim, dtype))
+            wide = keeps_float32(model, f"{owner}.{part}") and parameter.is_floating_point()
+            parameter.data = parameter.data.to(torch.float32 if wide else resident_dtype(parameter.dtype, ndim, dtype))
     return model.to(device)
+
+
+def _encoded(old: nn.Module, double_quant: bool) -> NF4Experts:
+    stacks = {part: old.get_parameter(part).detach() for part in NF4Experts.encoded_parts}
+    new = NF4Experts(old, NF4Codec(double_quant))
+    for part, stack in stacks.items():
+        new.encode_(part, stack)
+    return new
 
 
 @torch.no_grad()

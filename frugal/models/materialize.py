@@ -8,7 +8,8 @@ next is read, so that no process ever has the whole base in memory.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -17,21 +18,35 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from frugal.codecs import DenseCodec, EncodedModule, encoded_parts
-from frugal.model_structure import decoder_layers, inside
+from frugal.codecs import DenseCodec, EncodedModule, Piece, encoded_parts
+from frugal.model_structure import decoder_layers, inside, stacked_experts
 from frugal.tensor_files import StoredTensor
 
 NO_LAYERS = "it has no decoder layers of transformers' kind (GradientCheckpointingLayer)"
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor of a checkpoint goes."""
+
+    name: str
+    """Of the parameter or buffer in the model."""
+    entry: StoredTensor
+    piece: Piece | None = None
+    """Which part of a stack of experts it is; None: all of the parameter."""
+
+
+@dataclass(frozen=True, slots=True)
 class PendingTensor:
-    """A tensor of a checkpoint and the parameter or buffer that it becomes."""
+    """A tensor of a checkpoint and the parameter or buffer that it becomes, or becomes a part of."""
 
     entry: StoredTensor
     module: nn.Module
     part: str
     """Name of the parameter or buffer in ``module``."""
+    piece: Piece | None = None
+    float32: bool = False
+    """The model's class wants it in float32 whatever is computed in (`keeps_float32`)."""
 
     @property
     def quantised(self) -> bool:
@@ -40,13 +55,33 @@ class PendingTensor:
 
     def resident(self, compute: torch.dtype) -> torch.dtype:
         """Dtype in memory of a tensor that is not quantised."""
+        if self.float32:
+            return torch.float32
         return resident_dtype(self.entry.dtype, _table_ndim(self.module, len(self.entry.shape)), compute)
 
+    def matrices(self, handle: IO[bytes]) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """The matrices of experts that it holds, one in memory at a time."""
+        if self.piece is not None:
+            yield self.piece, self.entry.read(handle=handle)
+            return
+        for expert in range(self.entry.shape[0]):
+            yield Piece(expert), self.entry.read(expert, expert + 1, handle=handle)[0]
 
-def pending(model: nn.Module, targets: Mapping[str, StoredTensor]) -> list[PendingTensor]:
-    """``targets`` (model name -> stored tensor) with the modules that they belong to."""
-    split = [(name.rpartition("."), entry) for name, entry in targets.items()]
-    return [PendingTensor(entry, model.get_submodule(owner), part) for (owner, _, part), entry in split]
+
+def pending(model: nn.Module, places: Iterable[Place]) -> list[PendingTensor]:
+    """``places`` with the modules that they belong to."""
+    found = []
+    for place in places:
+        owner, _, part = place.name.rpartition(".")
+        module = model.get_submodule(owner)
+        found.append(PendingTensor(place.entry, module, part, place.piece, keeps_float32(model, place.name)))
+    return found
+
+
+def keeps_float32(model: nn.Module, name: str) -> bool:
+    """Whether the model's class demands float32 for this tensor: routers whose choices rounding would change."""
+    names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(re.search(rf"(^|\.){re.escape(one)}($|\.)", name) for one in names)
 
 
 def _table_ndim(module: nn.Module, ndim: int) -> int:
@@ -70,6 +105,9 @@ def materialize(tensors: Iterable[PendingTensor], dtype: torch.dtype, device: to
             entry = each.entry
             if entry.file not in handles:
                 handles[entry.file] = stack.enter_context(open(entry.file, "rb", buffering=0))
+            if each.piece is not None or (len(entry.shape) == 3 and stacked_experts(each.module)):
+                _fill_stack(each, handles[entry.file], dtype, device)
+                continue
             tensor = entry.read(handle=handles[entry.file]).to(device)
             if each.quantised:
                 assert isinstance(each.module, EncodedModule)
@@ -77,6 +115,24 @@ def materialize(tensors: Iterable[PendingTensor], dtype: torch.dtype, device: to
             else:
                 set_tensor(each.module, each.part, tensor.to(each.resident(dtype)))
             del tensor  # else it lives while the next one is read
+
+
+def _fill_stack(each: PendingTensor, handle: IO[bytes], dtype: torch.dtype, device: torch.device) -> None:
+    """Read a stack of experts, or what the tensor holds of one, matrix by matrix: never all of it as stored."""
+    if each.quantised:
+        assert isinstance(each.module, EncodedModule)
+        for piece, matrix in each.matrices(handle):
+            each.module.encode_piece_(each.part, piece, matrix.to(device))
+            del matrix
+        return
+    stack = getattr(each.module, each.part)
+    if stack.is_meta:
+        stack = torch.empty(stack.shape, dtype=each.resident(dtype), device=device)
+        set_tensor(each.module, each.part, stack)
+    for piece, matrix in each.matrices(handle):
+        rows = stack.shape[1] // piece.parts
+        stack.data[piece.expert, piece.part * rows : (piece.part + 1) * rows] = matrix.to(device)
+        del matrix
 
 
 def set_tensor(module: nn.Module, part: str, tensor: torch.Tensor) -> None:
@@ -104,19 +160,19 @@ class DeferredLayers:
     def __init__(
         self,
         model: PreTrainedModel,
-        targets: Mapping[str, StoredTensor],
+        places: Sequence[Place],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """``targets``: model name -> stored tensor, of every parameter and buffer that waits."""
+        """``places``: where every tensor goes that a parameter or buffer waits for."""
         self.layers = decoder_layers(model)
         """Name in the base model -> layer, in the model's order; filled ones too."""
         self.dtype, self.device = dtype, device
         self._config = model.config.get_text_config()
         self._outputs: int | None = None  # in the tuple that a layer returns; 0: no tuple; None: not known yet
         self._waiting: dict[str, list[PendingTensor]] = {name: [] for name in self.layers}
-        for name, each in zip(targets, pending(model, targets), strict=True):
-            self._waiting[next(layer for layer in self.layers if inside(name, [layer]))].append(each)
+        for place, each in zip(places, pending(model, places), strict=True):
+            self._waiting[next(layer for layer in self.layers if inside(place.name, [layer]))].append(each)
 
     @property
     def waiting(self) -> list[str]:
@@ -172,18 +228,19 @@ class DeferredLayers:
         return (hidden_states, *[None] * (self._outputs - 1)) if self._outputs else hidden_states
 
 
-def defer(model: PreTrainedModel, targets: Mapping[str, StoredTensor], dtype: torch.dtype) -> set[str]:
+def defer(model: PreTrainedModel, places: Sequence[Place], dtype: torch.dtype) -> set[str]:
     """Give tensors of ``model`` that get their values later the dtype that they will have, on the meta device.
 
-    Returns the names that ``targets`` will fill, scales of encoded weights included.
+    Returns the names that ``places`` will fill, scales of encoded weights included.
     """
-    filled = set(targets)
-    for name, each in zip(targets, pending(model, targets), strict=True):
+    filled = {place.name for place in places}
+    for place, each in zip(places, pending(model, places), strict=True):
         if each.quantised:
-            owner = name.rpartition(".")[0]
+            owner = place.name.rpartition(".")[0]
             filled.update(f"{owner}.{other}" for other in encoded_parts(each.module)[each.part])
         else:
-            value = torch.empty(each.entry.shape, dtype=each.resident(dtype), device="meta")
+            shape = getattr(each.module, each.part).shape
+            value = torch.empty(shape, dtype=each.resident(dtype), device="meta")
             set_tensor(each.module, each.part, value)
     return filled
 
@@ -214,14 +271,16 @@ def set_resident_dtypes(
             if id(parameter) in done:
                 continue
             done.add(id(parameter))
-            if parameter.dtype.is_floating_point:
-                parameter.data = parameter.data.to(resident_dtype(stored, _table_ndim(module, parameter.ndim), compute))
             name = f"{owner}.{part}".removeprefix(".")
+            if parameter.dtype.is_floating_point:
+                resident = resident_dtype(stored, _table_ndim(module, parameter.ndim), compute)
+                parameter.data = parameter.data.to(torch.float32 if keeps_float32(model, name) else resident)
             read = dense_bytes.get(name)
             if read is not None and isinstance(module, EncodedModule) and part in module.encoded_parts:
                 encoded = module.encoded(part)  # scales come with their codes
                 scratch = module.codec.scratch_bytes(encoded.shape, stored)
-                tensors.append(LoadedTensor(name, read, scratch, encoded.nbytes))
+                at_once = read // encoded.shape[0] if len(encoded.shape) == 3 else read  # of experts, one matrix
+                tensors.append(LoadedTensor(name, at_once, scratch, encoded.nbytes))
             elif read is not None:
                 tensors.append(LoadedTensor(name, read, 0, parameter.nbytes))
     return tensors

@@ -20,10 +20,11 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from frugal.adapters.peft_model import EncodedLoraLinear
-from frugal.model_structure import input_device, inside, stacked_experts
+from frugal.model_structure import input_device, inside
 from frugal.models.equivalence import CANNOT_RUN, DOES_NOT_FIT, mismatch
 from frugal.models.lora_layers import lora_weights
 from frugal.models.modules.attention import FrugalAttention, attention_candidate, attention_mismatch
+from frugal.models.modules.experts import FrugalExperts, experts_candidate
 from frugal.models.modules.fused import FrugalGatedMLP, FrugalLoraLinear, FrugalRMSNorm, known_activation
 
 _DOWN = "down_proj"
@@ -128,7 +129,7 @@ def replace_modules(
         lambda module: _mlp_candidate(module, mlp_tile_tokens),
         lambda module: _norm_candidate(module, prove),
         attention_candidate,
-        _expert_reason,
+        experts_candidate,
     )
     # Layers first, so that an MLP or attention is proven over the layers it will have.
     for make in makers:
@@ -140,7 +141,7 @@ def replace_modules(
                 report.add(name, module, None, candidate)
                 continue
             failure = _obstacle(name, module)
-            if failure is None and prove:
+            if failure is None and prove and not isinstance(candidate, FrugalExperts):  # those were, on a miniature
                 if isinstance(candidate, FrugalAttention):
                     failure = attention_mismatch(module, candidate, dtype)
                 else:
@@ -224,11 +225,6 @@ def _further_arguments(module: nn.Module) -> str | None:
     """Why a proof with one input says too little: a model may call the module with more (a gated norm's gate)."""
     takes = list(inspect.signature(module.forward).parameters)[1:]
     return f"{type(module).__name__} also takes {', '.join(takes)}, which is not proven" if takes else None
-
-
-def _expert_reason(module: nn.Module) -> Candidate | None:
-    stacked = stacked_experts(module)
-    return f"mixture of experts ({', '.join(stacked)} stacked): left to transformers" if stacked else None
 
 
 def _obstacle(name: str, module: nn.Module) -> str | None:

@@ -44,7 +44,9 @@ class LoadReport:
     stored: list[str] = field(default_factory=list)
     """Modules that keep the checkpoint's 16 bits and are widened to the compute dtype while used."""
     expert_share: float = 0.0
-    """Part of all weights that are stacked experts: neither quantised nor adapted."""
+    """Part of all weights that are stacked experts in 16 bits or more: not adapted."""
+    encoded_expert_share: float = 0.0
+    """Part of all weights that are stacked experts in NF4: not adapted."""
     other_share: float = 0.0
     """Part of all weights that are matrices of other kinds than linear layers: not quantised."""
     unexpected: list[str] = field(default_factory=list)
@@ -95,6 +97,11 @@ class LoadReport:
             lines.append(
                 f"warning: {self.expert_share:.1%} of the weights are experts, stacked in parameters: they {how} get "
                 "no adapter"
+            )
+        if self.encoded_expert_share >= 0.01:
+            lines.append(
+                f"{self.encoded_expert_share:.1%} of the weights are experts, stacked in parameters: in NF4, frozen, "
+                "without an adapter"
             )
         if self.other_share >= 0.01 and self.quantize == "nf4":
             first = next(name for name, why in self.kept.items() if why.startswith(NOT_LINEAR))
@@ -153,11 +160,18 @@ def count_parameters(model: nn.Module) -> int:
     return total
 
 
+def share_of_encoded_experts(model: nn.Module) -> float:
+    """Part of all weights that are stacks of experts kept encoded."""
+    encoded = [module for module in model.modules() if isinstance(module, EncodedModule)]
+    shapes = [module.encoded(part).shape for module in encoded for part in module.encoded_parts]
+    return sum(torch.Size(shape).numel() for shape in shapes if len(shape) == 3) / max(1, count_parameters(model))
+
+
 def shares_left_dense(model: nn.Module, kept: Mapping[str, str]) -> tuple[float, float]:
-    """Parts of all weights that are stacked experts, and that are other matrices outside linear layers."""
+    """Parts of all weights that are dense stacks of experts, and that are other matrices outside linear layers."""
     total, experts, others = count_parameters(model), 0, 0
     for name, module in model.named_modules():
-        stacked = stacked_experts(module)
+        stacked = {} if encoded_parts(module) else stacked_experts(module)
         experts += sum(stacked.values())
         for part, parameter in module.named_parameters(recurse=False):
             if part not in stacked and kept.get(f"{name}.{part}", "").startswith(NOT_LINEAR):

@@ -11,11 +11,18 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
-from frugal.codecs.nf4 import NF4Linear
+from frugal.codecs import NF4Codec, NF4Linear, Piece
 from frugal.errors import UnsupportedError
 from frugal.model_structure import router_names
+from frugal.models.modules.experts import NF4Experts, experts_candidate
 from frugal.models.report import NOT_LINEAR
 from frugal.tensor_files import StoredTensor
 
@@ -57,11 +64,26 @@ def linear_kinds(model: PreTrainedModel) -> tuple[list[str], dict[str, str]]:
     return chosen, kept
 
 
+def expert_kinds(model: PreTrainedModel) -> tuple[list[str], dict[str, str]]:
+    """(names of experts modules whose stacks to quantise, name -> reason of those that stay as they are)."""
+    chosen: list[str] = []
+    kept: dict[str, str] = {}
+    for name, module in model.named_modules():
+        candidate = experts_candidate(module, NF4Codec())
+        if isinstance(candidate, str):
+            kept[name] = candidate
+        elif candidate is not None:
+            chosen.append(name)
+    return chosen, kept
+
+
 def insert_nf4(model: PreTrainedModel, names: Iterable[str], double_quant: bool) -> None:
-    """Replace the linear layers ``names`` by empty NF4 layers of the same names, on the meta device."""
+    """Replace the modules ``names``, linear layers and experts, by empty NF4 ones of the same names."""
     for name in names:
         old = model.get_submodule(name)
-        assert isinstance(old, nn.Linear)
+        if not isinstance(old, nn.Linear):
+            model.set_submodule(name, NF4Experts(old, NF4Codec(double_quant)))
+            continue
         new = NF4Linear(old.in_features, old.out_features, bias=False, double=double_quant, device="meta")
         new.bias = old.bias
         model.set_submodule(name, new.train(old.training))
@@ -73,6 +95,8 @@ class KeyMap:
 
     targets: dict[str, str] = field(default_factory=dict)
     """Checkpoint name -> model name."""
+    pieces: dict[str, tuple[str, Piece]] = field(default_factory=dict)
+    """Checkpoint name -> (name in the model of the stack of experts that it is a matrix of, which one)."""
     unexpected: list[str] = field(default_factory=list)
     """Checkpoint names without a place in the model."""
     missing: set[str] = field(default_factory=set)
@@ -92,7 +116,10 @@ def map_keys(model: PreTrainedModel, entries: Mapping[str, StoredTensor]) -> Key
     for name in sorted(entries):
         shape = entries[name].shape
         target, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, present)
-        if converter is not None:
+        piece = None if converter is None else _piece(name, converter, converters, shape, state.get(target, ()))
+        if piece is not None:
+            result.pieces[name] = target, piece
+        elif converter is not None:
             result.conversion = result.conversion or f"{name} is converted ({converter})"
         elif target not in state:
             result.unexpected.append(name)
@@ -102,8 +129,41 @@ def map_keys(model: PreTrainedModel, entries: Mapping[str, StoredTensor]) -> Key
             result.conversion = result.conversion or f"two tensors map to {target}"
         else:
             result.targets[name] = target
-    result.missing = set(state) - set(result.targets.values())
+    _drop_incomplete(result, state)
+    result.missing = set(state) - set(result.targets.values()) - {target for target, _ in result.pieces.values()}
     return result
+
+
+def _piece(
+    name: str, pattern: str, converters: list[Any], shape: tuple[int, ...], stack: tuple[int, ...]
+) -> Piece | None:
+    """Which part of a ``stack`` the matrix ``name`` is; None where it is converted in another way than by stacking.
+
+    transformers joins matrices of experts by their number, and gate's rows with up's in the order of the patterns.
+    """
+    converter = next(one for one in converters if pattern in one.source_patterns)
+    kinds = [(type(one), getattr(one, "dim", None)) for one in converter.operations]
+    number = re.search(r"\.experts\.(\d+)\.", name)
+    parts = len(converter.source_patterns)
+    joined = [(MergeModulelist, 0), (Concatenate, 1)][: 1 if parts == 1 else 2]
+    if kinds != joined or number is None or len(converter.target_patterns) != 1 or len(stack) != 3:
+        return None
+    piece = Piece(int(number[1]), converter.source_patterns.index(pattern), parts)
+    fits = shape == (stack[1] // parts, stack[2]) and stack[1] % parts == 0 and piece.expert < stack[0]
+    return piece if fits else None
+
+
+def _drop_incomplete(keys: KeyMap, state: Mapping[str, tuple[int, ...]]) -> None:
+    """Take matrices out whose stack lacks others: the stack is then missing as a whole, and is named so."""
+    found: dict[str, set[tuple[int, int]]] = {}
+    for target, piece in keys.pieces.values():
+        found.setdefault(target, set()).add((piece.expert, piece.part))
+    wanted = {target: state[target][0] * piece.parts for target, piece in keys.pieces.values()}
+    keys.pieces = {
+        name: (target, piece)
+        for name, (target, piece) in keys.pieces.items()
+        if len(found[target]) == wanted[target] and target not in keys.targets.values()
+    }
 
 
 def ignorable(model: PreTrainedModel, names: Iterable[str], *, missing: bool) -> list[str]:

@@ -127,8 +127,8 @@ def test_a_damaged_file(make_tiny_llama: Callable[..., Path]) -> None:
         read_header(file)
 
 
-def test_a_model_whose_weights_must_be_converted(tmp_path: Path) -> None:
-    """Mixtral's experts are joined into 3-D tensors on loading: transformers does it, and the report says so."""
+def test_experts_of_one_matrix_each_are_stacked_while_they_are_read(tmp_path: Path) -> None:
+    """Mixtral's w1, w3 and w2 become two stacks; more in test_load_experts.py."""
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=300,
@@ -141,10 +141,9 @@ def test_a_model_whose_weights_must_be_converted(tmp_path: Path) -> None:
     )
     MixtralForCausalLM(config).save_pretrained(tmp_path)
     loaded = load_base(source(tmp_path))
-    assert loaded.report.route == "transformers"
-    assert "is converted" in loaded.report.route_reason
-    assert len(loaded.report.quantized) == 8  # attention
-    assert any("experts" in name for name in loaded.report.kept)
+    assert loaded.report.route == "streamed"
+    assert len(loaded.report.quantized) == 8 + 2  # attention, and experts
+    assert not any("experts" in name for name in loaded.report.kept)
     dense = load_base(source(tmp_path), quantize="none")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     torch.testing.assert_close(logits(dense.model), logits(stock), atol=1e-5, rtol=1e-5)

@@ -32,7 +32,7 @@ _SPARSE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_inte
 _LATENT: dict[str, Any] = {
     "q_lora_rank": 24, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
     "num_key_value_heads": 4, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+    "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "head_dim": 8,
 }  # fmt: skip
 MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _SPARSE,

@@ -1,0 +1,143 @@
+"""Experts from checkpoints of every cut: held in NF4, matrix by matrix, by every way of loading; and trained over."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from frugal.codecs import NF4Codec
+from frugal.config import LoraSection
+from frugal.errors import ModelError
+from frugal.model_structure import stacked_experts
+from frugal.models.build import ModelSpec, build
+from frugal.models.load import load_base
+from frugal.models.modules.experts import STACKS, FrugalExperts, NF4Experts
+from frugal.models.resolve import ResolvedModel
+from tests.support.tiny_models import MOE_FAMILIES, tiny_model
+
+
+def saved(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> ResolvedModel:
+    tiny_model(family, **changes).to(dtype).save_pretrained(folder)
+    return ResolvedModel("tiny", folder, "folder", None)
+
+
+def held(model: Any) -> dict[str, NF4Experts]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, NF4Experts)}
+
+
+def through_nf4(module: Any, part: str) -> Tensor:
+    """The numbers that NF4 leaves of a stock module's stack: of gate and up apart where they are halves."""
+    transposed, halves = module.is_transposed, 2 if part == "gate_up_proj" and module.is_concatenated else 1
+    stack = module.get_parameter(part).detach()
+    matrices = [one for matrix in stack for one in (matrix.t() if transposed else matrix).chunk(halves)]
+    dense = [NF4Codec().encode(m).dequantize_rows(0, m.shape[0], torch.float32) for m in matrices]
+    found = torch.stack(dense).view(stack.shape[0], -1, dense[0].shape[1])
+    return found.transpose(1, 2) if transposed else found
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    ids = torch.arange(3, 33).view(2, 15)
+    out: Tensor = model(input_ids=ids, use_cache=False).logits
+    return out
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_the_model_is_stock_over_the_numbers_that_nf4_leaves(family: str, tmp_path: Path) -> None:
+    source = saved(tmp_path, family)
+    loaded = load_base(source)
+    assert loaded.report.route == "streamed", loaded.report.route_reason
+    assert loaded.report.expert_share == 0
+    assert set(held(loaded.model)) == {n for n in loaded.report.quantized if n.endswith("experts")}
+    assert any("experts, stacked in parameters: in NF4, frozen" in line for line in loaded.report.lines())
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for name in loaded.report.quantized:
+        module = stock.get_submodule(name)
+        if name in held(loaded.model):
+            for part in STACKS:
+                module.get_parameter(part).data = through_nf4(module, part)
+        else:
+            module.weight.data = loaded.model.get_submodule(name).dequantize()
+    want, got = logits(stock), logits(loaded.model)
+    assert float((got - want).abs().max()) <= 2e-5 * float(want.abs().max())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe"])
+def test_every_way_of_loading_gives_the_same_model(family: str, tmp_path: Path) -> None:
+    """Layer by layer, without memory, and dense."""
+    spec = ModelSpec(source=saved(tmp_path, family), lora=LoraSection(r=2), seed=1)
+    whole, by_layer, without = build(spec), build(spec, "layerwise"), build(spec, "meta")
+    want = whole.model.state_dict()
+    got = by_layer.model.state_dict()
+    assert want.keys() == got.keys() == without.model.state_dict().keys()
+    assert all(torch.equal(tensor, got[name]) for name, tensor in want.items())
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in want.items()}
+    assert shapes == {n: (t.shape, t.dtype) for n, t in without.model.state_dict().items()}
+    assert whole.report.bytes_by_kind == without.report.bytes_by_kind
+    assert whole.report.parameters == tiny_model(family).num_parameters()
+    one = max(part.read_bytes for part in without.tensors if ".experts." in part.name)
+    assert one == 64 * 48 * 2  # one expert's gate and up in 16 bits
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_dense_experts_are_read_and_replaced_too(family: str, tmp_path: Path) -> None:
+    source = saved(tmp_path, family)
+    built = build(ModelSpec(source=source, quantize="none", lora=LoraSection(r=2)))
+    assert built.report.route == "streamed"
+    assert any(isinstance(module, FrugalExperts) for module in built.model.modules())
+    want = logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    assert float((logits(built.model) - want).abs().max()) <= 2e-5 * float(want.abs().max())
+
+
+def test_routers_that_must_be_float32_are(tmp_path: Path) -> None:
+    """deepseek_v3's class demands it: rounding the bias of a choice changes the choice."""
+    source = saved(tmp_path, "deepseek_v3", torch.float32)
+    for weights in ("files", "meta"):
+        model = load_base(source, dtype=torch.bfloat16, weights=weights).model
+        routers = {n: t for n, t in model.state_dict().items() if re.search(r"gate\.(weight|e_score)", n)}
+        assert len(routers) == 2
+        assert {tensor.dtype for tensor in routers.values()} == {torch.float32}
+
+
+def test_a_stack_that_lacks_a_matrix_is_named(tmp_path: Path) -> None:
+    source = saved(tmp_path, "qwen3_moe")
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.experts.4.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"missing: model\.layers\.1\.mlp\.experts\.gate_up_proj"):
+        load_base(source)
+
+
+def test_what_cannot_be_stacked_says_so(tmp_path: Path) -> None:
+    """An expert of another size: transformers' own loading is asked, and its word is passed on."""
+    source = saved(tmp_path, "qwen3_moe")
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.experts.4.up_proj.weight"
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises((ModelError, RuntimeError, ValueError)):
+        load_base(source)
+
+
+def test_a_step_trains_over_experts_and_their_stacks_stay(tmp_path: Path) -> None:
+    source = saved(tmp_path, "qwen3_moe")
+    built = build(ModelSpec(source=source, lora=LoraSection(r=2)))
+    before = {name: tensor.clone() for name, tensor in built.model.state_dict().items() if ".experts." in name}
+    ids = torch.arange(3, 33).view(2, 15)
+    built.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    trained = [p for p in built.model.parameters() if p.requires_grad]
+    assert any(p.grad is not None and p.grad.any() for p in trained)
+    assert before
+    assert all(torch.equal(tensor, built.model.state_dict()[name]) for name, tensor in before.items())
+    assert not [n for n, m in built.model.named_modules() if stacked_experts(m) and not isinstance(m, FrugalExperts)]
+    json.dumps(built.report.as_dict())
