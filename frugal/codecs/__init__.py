@@ -9,7 +9,7 @@ import torch
 from frugal.codecs.base import Codec, EncodedModule, EncodedWeight, encoded_parts
 from frugal.codecs.dense import DenseCodec
 from frugal.codecs.nf4 import NF4Codec, NF4Linear, NF4Tensors, dequantize_nf4, quantize_nf4
-from frugal.codecs.stacks import Piece, PiecedStack, Pieces
+from frugal.codecs.stacks import Cut, Piece, PiecedStack, Pieces
 
 CODECS: dict[str, Callable[[torch.dtype, bool], Codec]] = {
     "nf4": lambda compute, double_quant: NF4Codec(double_quant),
@@ -20,6 +20,7 @@ CODECS: dict[str, Callable[[torch.dtype, bool], Codec]] = {
 __all__ = [
     "CODECS",
     "Codec",
+    "Cut",
     "DenseCodec",
     "EncodedModule",
     "EncodedWeight",

@@ -107,6 +107,11 @@ class EncodedModule:
         """The stored parameter ``part`` (references, no copies)."""
         raise NotImplementedError
 
+    def dense(self, part: str, dtype: torch.dtype) -> Tensor:
+        """The parameter ``part`` as a checkpoint has it."""
+        encoded = self.encoded(part)
+        return encoded.dequantize_rows(0, encoded.shape[0], dtype)
+
 
 def encoded_parts(module: nn.Module) -> Mapping[str, tuple[str, ...]]:
     """`EncodedModule.encoded_parts` of any module: empty for one that stores nothing encoded."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from frugal.codecs.base import EncodedWeight
+    from frugal.codecs.base import Codec, EncodedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,23 @@ class Piece:
     part: int = 0
     parts: int = 1
     """Matrices that make one expert's, below each other, all of one shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a model's stack of experts is encoded."""
+
+    parts: int = 1
+    """Matrices, below each other, that one expert's is encoded as."""
+    transposed: bool = False
+    """Rows of the checkpoint's matrices are inputs; encoded ones have outputs as rows."""
+
+    def through(self, codec: Codec, matrix: Tensor) -> Tensor:
+        """The float32 numbers that encoding leaves of one expert's matrix, as the checkpoint has it."""
+        pieces = (matrix.t() if self.transposed else matrix).chunk(self.parts)
+        dense = [codec.merge_source(one).dequantize_rows(0, one.shape[0], torch.float32) for one in pieces]
+        whole = torch.cat(dense)
+        return whole.t() if self.transposed else whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from math import sqrt
 
 import torch
 
-from frugal.codecs import CODECS, EncodedWeight
+from frugal.codecs import CODECS, Cut, EncodedWeight
 from frugal.tensor_files import StoredTensor
 
 ROW_BYTES = 1 << 20
@@ -75,6 +75,8 @@ class WeightPlan:
     """For a bias: `lora_B.bias` and its scale (`lora_bias=True`)."""
     quantized: bool = False
     """The run held this weight in NF4."""
+    cut: Cut | None = None
+    """Of a stack of experts: how it was encoded."""
 
     @property
     def touched(self) -> bool:
@@ -153,6 +155,11 @@ class Maker:
         if plan.bias_update is not None:
             bias, scale = plan.bias_update
             yield 0, plan.stored.read().float() + bias.read().float() * scale
+            return
+        if plan.cut is not None:  # adapters of experts are refused, so that these are the run's numbers alone
+            codec = CODECS["nf4"](torch.float32, self.double_quant)
+            for expert in range(plan.stored.rows):
+                yield expert, plan.cut.through(codec, plan.stored.read(expert, expert + 1)[0])[None]
             return
         held = None
         if plan.quantized and (self.dequantized or self.measure):

@@ -21,10 +21,11 @@ from torch import nn
 from transformers import AutoConfig
 
 from frugal.adapters.conversion import layers_as_modules, names_as_given
+from frugal.codecs import Cut
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
 from frugal.exports.merge_math import LoraUpdate, WeightPlan
 from frugal.models.resolve import stored_tensors
-from frugal.models.skeleton import KeyMap, build_meta, linear_kinds, map_keys
+from frugal.models.skeleton import KeyMap, build_meta, expert_cuts, linear_kinds, map_keys
 from frugal.tensor_files import StoredTensor, read_header
 
 PREFIX = "base_model.model."
@@ -78,7 +79,9 @@ class Fit:
     shapes: dict[str, tuple[int, ...]]
     """Of the base's parameters in training (token tables with the rows that were added)."""
     linears: set[str]
-    """Weights that an NF4 run holds in 4 bits."""
+    """Weights of linear layers that an NF4 run holds in 4 bits."""
+    cuts: dict[str, Cut]
+    """Stacks of experts that it does, and how."""
     embedding: str
     head: str
     tied: bool
@@ -104,6 +107,7 @@ def fit_adapter(base: Path, adapter: Path, *, trust_remote_code: bool = False) -
         model = build_meta(config, trust_remote_code=trust_remote_code)
         keys = map_keys(model, stored)
         linears = {f"{name}.weight" for name in linear_kinds(model)[0]}
+        cuts = expert_cuts(model)
         rows = _vocab_rows(model, peft_config, tensors)
         grown = rows != model.get_input_embeddings().weight.shape[0]
         if grown:
@@ -123,7 +127,7 @@ def fit_adapter(base: Path, adapter: Path, *, trust_remote_code: bool = False) -
         }
     peft_config.init_lora_weights = init
     _check_keys(adapter, base, tensors, expected, {f"{PREFIX}{name}" for name in (embedding, head)}, shapes)
-    return Fit(stored, tensors, keys, shapes, linears, embedding, head, tied, rows, grown, peft_model)
+    return Fit(stored, tensors, keys, shapes, linears, cuts, embedding, head, tied, rows, grown, peft_model)
 
 
 def plan_merge(base: Path, adapter: Path, *, quantized: bool, trust_remote_code: bool = False) -> MergePlan:
@@ -141,6 +145,8 @@ def plan_merge(base: Path, adapter: Path, *, quantized: bool, trust_remote_code:
     names = {target: key for key, target in fit.keys.targets.items()}
     linears = fit.linears if quantized else set()
     weights = _weights(fit.stored, names, adapter_parts(fit.peft_model, fit.tensors), fit.shapes, linears)
+    if quantized:
+        _mark_experts(weights, fit, names)
     tied, note = _tie(weights, names, fit.embedding, fit.head, fit.tied)
     adapted = sum(plan.touched for plan in weights.values())
     return MergePlan(
@@ -278,6 +284,16 @@ def _weights(
             raise CheckpointError(f"The adapter changes {name}, which the base does not have.")
         weights[name] = WeightPlan(None, shapes[name], **fields)
     return weights
+
+
+def _mark_experts(weights: dict[str, WeightPlan], fit: Fit, names: dict[str, str]) -> None:
+    """Note which tensors of the files were stacks of experts in NF4, or matrices of one: those are encoded alone."""
+    for target, cut in fit.cuts.items():
+        if target in names:
+            plan = weights[names[target]]
+            plan.quantized, plan.cut = True, cut
+    for key, (target, _) in fit.keys.pieces.items():
+        weights[key].quantized = target in fit.cuts
 
 
 def _tie(

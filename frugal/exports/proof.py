@@ -20,6 +20,7 @@ from frugal.errors import CheckpointError
 from frugal.exports.base import Export
 from frugal.files import read_json, write_json
 from frugal.memory.space import OutOfHostMemory, refuse_when_host_is_full
+from frugal.models.skeleton import expert_cuts
 
 ROWS, LENGTH = 6, 64
 _TEXTS = (
@@ -88,8 +89,11 @@ def reference(export: Export, *, dequantized: bool, linears: set[str], vocabular
         model.resize_token_embeddings(vocabulary, mean_resizing=False)
     if dequantized:
         codec = CODECS["nf4"](torch.float32, run.double_quant)
+        cuts = expert_cuts(model)
         for name, parameter in model.named_parameters():
-            if name in linears:
+            if name in cuts:
+                parameter.data = torch.stack([cuts[name].through(codec, matrix) for matrix in parameter.data])
+            elif name in linears:
                 held = codec.merge_source(parameter.data)
                 parameter.data = held.dequantize_rows(0, parameter.shape[0], torch.float32).view(parameter.shape)
     with warnings.catch_warnings():

@@ -12,6 +12,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from frugal.adapters.peft_model import dense_linear
 from frugal.codecs.base import EncodedModule, encoded_parts
 from frugal.codecs.dense import compute_dtype
+from frugal.models.modules.experts import NF4Experts
 
 
 class EncodedBase(HfQuantizer):  # type: ignore[misc]
@@ -42,8 +43,7 @@ class EncodedBase(HfQuantizer):  # type: ignore[misc]
                 for one in stored:
                     state.pop(f"{prefix}{one}", None)
                 assert isinstance(module, EncodedModule)
-                encoded = module.encoded(part)
-                state[f"{prefix}{part}"] = encoded.dequantize_rows(0, encoded.shape[0], dtype)
+                state[f"{prefix}{part}"] = module.dense(part, dtype)
         return state, {}
 
     def dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
@@ -52,6 +52,8 @@ class EncodedBase(HfQuantizer):  # type: ignore[misc]
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear) and isinstance(module, EncodedModule):
                 model.set_submodule(name, dense_linear(module, computes_in))
+            elif isinstance(module, NF4Experts):
+                model.set_submodule(name, module.dense_experts(computes_in))
         self.remove_quantization_config(model)
         return model if dtype is None else model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 

@@ -19,10 +19,10 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from frugal.codecs import NF4Codec, NF4Linear, Piece
+from frugal.codecs import Cut, NF4Codec, NF4Linear, Piece
 from frugal.errors import UnsupportedError
 from frugal.model_structure import router_names
-from frugal.models.modules.experts import NF4Experts, experts_candidate
+from frugal.models.modules.experts import NF4Experts, cuts, experts_candidate
 from frugal.models.report import NOT_LINEAR
 from frugal.tensor_files import StoredTensor
 
@@ -75,6 +75,15 @@ def expert_kinds(model: PreTrainedModel) -> tuple[list[str], dict[str, str]]:
         elif candidate is not None:
             chosen.append(name)
     return chosen, kept
+
+
+def expert_cuts(model: PreTrainedModel) -> dict[str, Cut]:
+    """Name of each parameter that `expert_kinds` has quantised -> how."""
+    return {
+        f"{name}.{part}": cut
+        for name in expert_kinds(model)[0]
+        for part, cut in cuts(model.get_submodule(name)).items()
+    }
 
 
 def insert_nf4(model: PreTrainedModel, names: Iterable[str], double_quant: bool) -> None:

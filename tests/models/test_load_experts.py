@@ -11,16 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from frugal.codecs import NF4Codec
 from frugal.config import LoraSection
 from frugal.errors import ModelError
+from frugal.exports.registry import merge
 from frugal.model_structure import stacked_experts
 from frugal.models.build import ModelSpec, build
 from frugal.models.load import load_base
-from frugal.models.modules.experts import STACKS, FrugalExperts, NF4Experts
+from frugal.models.modules.experts import FrugalExperts, NF4Experts
 from frugal.models.resolve import ResolvedModel
+from tests.support.merged import experts_in_nf4, make_run
 from tests.support.tiny_models import MOE_FAMILIES, tiny_model
 
 
@@ -31,16 +32,6 @@ def saved(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16, **chan
 
 def held(model: Any) -> dict[str, NF4Experts]:
     return {name: module for name, module in model.named_modules() if isinstance(module, NF4Experts)}
-
-
-def through_nf4(module: Any, part: str) -> Tensor:
-    """The numbers that NF4 leaves of a stock module's stack: of gate and up apart where they are halves."""
-    transposed, halves = module.is_transposed, 2 if part == "gate_up_proj" and module.is_concatenated else 1
-    stack = module.get_parameter(part).detach()
-    matrices = [one for matrix in stack for one in (matrix.t() if transposed else matrix).chunk(halves)]
-    dense = [NF4Codec().encode(m).dequantize_rows(0, m.shape[0], torch.float32) for m in matrices]
-    found = torch.stack(dense).view(stack.shape[0], -1, dense[0].shape[1])
-    return found.transpose(1, 2) if transposed else found
 
 
 @torch.no_grad()
@@ -62,8 +53,7 @@ def test_the_model_is_stock_over_the_numbers_that_nf4_leaves(family: str, tmp_pa
     for name in loaded.report.quantized:
         module = stock.get_submodule(name)
         if name in held(loaded.model):
-            for part in STACKS:
-                module.get_parameter(part).data = through_nf4(module, part)
+            experts_in_nf4(module)
         else:
             module.weight.data = loaded.model.get_submodule(name).dequantize()
     want, got = logits(stock), logits(loaded.model)
@@ -141,3 +131,28 @@ def test_a_step_trains_over_experts_and_their_stacks_stay(tmp_path: Path) -> Non
     assert all(torch.equal(tensor, built.model.state_dict()[name]) for name, tensor in before.items())
     assert not [n for n, m in built.model.named_modules() if stacked_experts(m) and not isinstance(m, FrugalExperts)]
     json.dumps(built.report.as_dict())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoe"])
+def test_a_merge_is_the_trained_model(family: str, tiny_llama_folder: Path, tmp_path: Path) -> None:
+    """Experts are written as the run had them, whichever way the files cut them."""
+    base = tmp_path / "base"
+    tiny_model(family, vocab_size=300).save_pretrained(base)
+    AutoTokenizer.from_pretrained(tiny_llama_folder).save_pretrained(base)
+    trained = make_run(tmp_path / "run", base, target_modules=["q_proj", "o_proj"])
+    report = merge(tmp_path / "run", tmp_path / "out")
+    assert report.weights == "dequantized"
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert float((logits(merged) - logits(trained)).abs().max()) <= 2e-5 * float(logits(trained).abs().max())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_saved_and_made_dense_it_computes_the_same(family: str, tmp_path: Path) -> None:
+    built = build(ModelSpec(source=saved(tmp_path / "base", family), fused=False))
+    want = logits(built.base)
+    built.base.save_pretrained(tmp_path / "dense")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    assert float((logits(again) - want).abs().max()) <= 2e-5 * float(want.abs().max())
+    dense = built.base.dequantize()
+    assert not held(dense)
+    assert float((logits(dense) - want).abs().max()) <= 2e-5 * float(want.abs().max())

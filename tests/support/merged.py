@@ -17,6 +17,7 @@ from frugal.codecs.nf4 import dequantize_nf4, quantize_nf4
 from frugal.config import dump_yaml, load_config
 from frugal.files import write_json, write_text
 from frugal.manifest import Manifest
+from frugal.model_structure import stacked_experts
 from frugal.models.resolve import base_fingerprint
 
 IDS = torch.tensor([[1, 17, 45, 200, 13, 99, 150, 7]])
@@ -33,6 +34,15 @@ save_file({"logits": logits}, sys.argv[2])
 """
 
 
+def experts_in_nf4(module: Any) -> None:
+    """A stock experts module with the values that NF4 leaves: of gate and up apart where they are halves."""
+    for part in ("gate_up_proj", "down_proj"):
+        halves = 2 if part == "gate_up_proj" and module.is_concatenated else 1
+        for matrix in module.get_parameter(part).data:
+            for piece in (matrix.t() if module.is_transposed else matrix).chunk(halves):
+                piece.copy_(dequantize_nf4(quantize_nf4(piece), torch.float32))
+
+
 def held_in_nf4(model: nn.Module, quantize: str) -> nn.Module:
     """Every linear layer but the head with the values that its NF4 form has; the quantised base in stock modules."""
     head = model.get_output_embeddings()
@@ -40,6 +50,9 @@ def held_in_nf4(model: nn.Module, quantize: str) -> nn.Module:
         for module in model.modules():
             if type(module) is nn.Linear and module is not head:
                 module.weight.data = dequantize_nf4(quantize_nf4(module.weight.data), torch.float32)
+        for module in model.modules():
+            if stacked_experts(module):
+                experts_in_nf4(module)
     return model
 
 

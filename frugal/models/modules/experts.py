@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from frugal.codecs import Codec, EncodedModule, EncodedWeight, NF4Codec, NF4Tensors, Piece, PiecedStack
+from frugal.codecs import Codec, Cut, EncodedModule, EncodedWeight, NF4Codec, NF4Tensors, Piece, PiecedStack
 from frugal.model_structure import stacked_experts
 from frugal.models.equivalence import mismatch
 from frugal.ops import ExpertStack, experts
@@ -93,8 +93,7 @@ class NF4Experts(FrugalExperts, EncodedModule):
         """Uninitialised storage on the device of ``old``'s stacks, which may be none ("meta")."""
         super().__init__(old)
         self.codec = codec
-        # Interleaved rows of gate and up are one matrix: apart they would be every other row.
-        self.parts = {GATE_UP: 2 if getattr(old, "is_concatenated", False) else 1, DOWN: 1}
+        self.parts = {part: cut.parts for part, cut in cuts(old).items()}
         self._pieces: dict[str, tuple[int, int, int]] = {}
         for part in STACKS:
             stack = stacked(old, part)
@@ -138,9 +137,32 @@ class NF4Experts(FrugalExperts, EncodedModule):
         packed, absmax, nested, offset = (getattr(self, name) for name in self.encoded_parts[part])
         return PiecedStack(NF4Tensors(packed, absmax, nested, offset, self._pieces[part]), self.parts[part])
 
+    def dense(self, part: str, dtype: torch.dtype) -> Tensor:
+        """The stack ``part`` as a checkpoint has it."""
+        stack = self.encoded(part).dense(dtype)
+        return stack.transpose(1, 2).contiguous() if self.is_transposed else stack
+
+    def dense_experts(self, dtype: torch.dtype) -> FrugalExperts:
+        """The same experts with dense stacks; biases are copied."""
+        new = FrugalExperts.__new__(FrugalExperts)
+        vars(new).update({key: value for key, value in vars(self).items() if key not in ("codec", "parts", "_pieces")})
+        stored = {name for names in self.encoded_parts.values() for name in names}
+        tensors = {
+            n: p.detach().to(dtype, copy=True) for n, p in self.named_parameters(recurse=False) if n not in stored
+        }
+        tensors.update({part: self.dense(part, dtype) for part in STACKS})
+        new._parameters = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
+        return new
+
     def matrix_stack(self, part: str) -> Tensor | EncodedWeight:
         """The stored stack ``part``."""
         return self.encoded(part)
+
+
+def cuts(module: nn.Module) -> dict[str, Cut]:
+    """How each stack of an experts module is encoded. Interleaved rows of gate and up stay one matrix."""
+    transposed = bool(getattr(module, "is_transposed", False))
+    return {GATE_UP: Cut(2 if getattr(module, "is_concatenated", False) else 1, transposed), DOWN: Cut(1, transposed)}
 
 
 def stacked(module: nn.Module, part: str) -> Tensor:
@@ -185,8 +207,9 @@ def _unknown(module: Any, stacks: set[str]) -> str | None:
 
 def _differs(module: nn.Module) -> str | None:
     """Why the operation is not what ``module`` computes: output and gradients of input, weights of choices, stacks."""
-    mini = miniature(module)
-    return mismatch(mini, FrugalExperts(mini), _MINI_HIDDEN, torch.float32, call=_routed)
+    with torch.device("cpu"):  # also where a model without memory is being built
+        mini = miniature(module)
+        return mismatch(mini, FrugalExperts(mini), _MINI_HIDDEN, torch.float32, call=_routed)
 
 
 def miniature(module: nn.Module) -> nn.Module:
