@@ -226,12 +226,13 @@ def _sorted(index: Tensor, experts: int) -> tuple[Tensor, list[int]]:
     """Pairs (token, choice) in the order of their experts, tokens in order within one; how many each expert has.
 
     Ids from ``experts`` on are padding: they come last and belong to nobody. One wait for the device: sizes of
-    products are the host's to know. Without numbers every expert has its even share.
+    products are the host's to know. Without numbers a few experts have all tokens, which takes the largest tiles: a
+    plan must not be too small.
     """
     flat = index.reshape(-1)
     if is_fake(flat):
-        each = -(flat.numel() // -experts)
-        return torch.empty_like(flat), [max(0, min(each, flat.numel() - e * each)) for e in range(experts)]
+        tokens, k = index.shape
+        return torch.empty_like(flat), [tokens if expert < k else 0 for expert in range(experts)]
     order = torch.sort(flat, stable=True)[1]
     return order, torch.bincount(flat, minlength=experts)[:experts].tolist()
 

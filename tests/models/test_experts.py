@@ -169,7 +169,7 @@ def test_without_memory_the_same_is_decided(family: str) -> None:
     assert all(p.is_meta for one in found for p in one.parameters())  # type: ignore[union-attr]
 
 
-def test_on_tensors_without_memory_experts_have_their_even_share() -> None:
+def test_it_runs_on_tensors_without_memory() -> None:
     model = build_meta(tiny_config("qwen3_moe"), trust_remote_code=False)
     module = next(m for m in model.modules() if stacked_experts(m))
     ours = experts_candidate(module, NF4Codec())
