@@ -28,6 +28,7 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 FINGERPRINT = "frugal_base_fingerprint"
 QUANTIZE = "frugal_base_quantize"
+EXPERTS = "frugal_base_experts"
 """Keys of an adapter file's metadata: the base that it was trained on, and how that was kept (`base_record`)."""
 
 
@@ -182,10 +183,16 @@ class FrugalPeftModel(PeftModelForCausalLM):  # type: ignore[misc]
                     write_tensors(beside, tensors, texts=self.base_record)
 
 
-def base_record(quantize: str, *, double_quant: bool = True, fingerprint: str | None = None) -> dict[str, str]:
-    """Metadata of an adapter's file: how its base was kept (`none`, `nf4`, `nf4 single`), and which it was."""
+def base_record(
+    quantize: str, *, double_quant: bool = True, experts: bool = False, fingerprint: str | None = None
+) -> dict[str, str]:
+    """Metadata of an adapter's file: how its base was kept (`none`, `nf4`, `nf4 single`), and which it was.
+
+    ``experts``: its stacks of experts were in NF4 too. In files of frugal before they could be, nothing says so.
+    """
     kept = quantize if quantize == "none" or double_quant else f"{quantize} single"
-    return {QUANTIZE: kept, **({FINGERPRINT: fingerprint} if fingerprint else {})}
+    stacks = {EXPERTS: quantize} if experts else {}
+    return {QUANTIZE: kept, **stacks, **({FINGERPRINT: fingerprint} if fingerprint else {})}
 
 
 def adapted(model: nn.Module, config: LoraConfig, adapter_name: str) -> FrugalPeftModel:

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from frugal.adapters.peft_model import FINGERPRINT, QUANTIZE, WEIGHTS, base_record
+from frugal.adapters.peft_model import EXPERTS, FINGERPRINT, QUANTIZE, WEIGHTS, base_record
 from frugal.assets import CATALOGUE, cache_folder, is_complete
 from frugal.config import Config, load_config
 from frugal.errors import CheckpointError, ConfigError, ModelError
@@ -50,6 +50,11 @@ class RunFolder:
     def quantized(self) -> bool:
         """The adapter was trained on a base in NF4 (False where that is not known)."""
         return (self.recorded or "none").startswith("nf4")
+
+    @property
+    def quantized_experts(self) -> bool:
+        """Its stacks of experts were in NF4 too: not in runs of frugal 0.1.0, nor in those of other tools."""
+        return self.quantized and experts_were_encoded(self.adapter)
 
     @property
     def double_quant(self) -> bool:
@@ -96,6 +101,11 @@ class RunFolder:
             return None
         found = resolve_base(fetched, None)
         return found if base_fingerprint(found.path) == stored else None
+
+
+def experts_were_encoded(adapter: Path) -> bool:
+    """Whether the adapter in this folder was trained over stacks of experts in NF4."""
+    return (adapter / WEIGHTS).is_file() and EXPERTS in read_metadata(adapter / WEIGHTS)
 
 
 def open_run(path: str | Path) -> RunFolder:

@@ -96,7 +96,13 @@ def write_gguf(export: Export, options: GgufOptions) -> GgufReport:
     config = base.config()
     family = family_of(config)
     names = Names(config, family)
-    plan = plan_merge(base.path, run.adapter, quantized=run.quantized, trust_remote_code=export.trust_remote_code)
+    plan = plan_merge(
+        base.path,
+        run.adapter,
+        quantized=run.quantized,
+        experts=run.quantized_experts,
+        trust_remote_code=export.trust_remote_code,
+    )
     if family.norm_shift and not plan.tied:
         raise UnsupportedError(
             f"llama.cpp ties the head of {config.model_type} to its embedding; this adapter changes them differently."

@@ -130,11 +130,14 @@ def fit_adapter(base: Path, adapter: Path, *, trust_remote_code: bool = False) -
     return Fit(stored, tensors, keys, shapes, linears, cuts, embedding, head, tied, rows, grown, peft_model)
 
 
-def plan_merge(base: Path, adapter: Path, *, quantized: bool, trust_remote_code: bool = False) -> MergePlan:
+def plan_merge(
+    base: Path, adapter: Path, *, quantized: bool, experts: bool, trust_remote_code: bool = False
+) -> MergePlan:
     """Plan the merge of an adapter folder into a base folder.
 
     Args:
         quantized: the run held its linear layers in NF4.
+        experts: and its stacks of experts.
 
     Raises:
         CheckpointError: as `fit_adapter`.
@@ -145,7 +148,7 @@ def plan_merge(base: Path, adapter: Path, *, quantized: bool, trust_remote_code:
     names = {target: key for key, target in fit.keys.targets.items()}
     linears = fit.linears if quantized else set()
     weights = _weights(fit.stored, names, adapter_parts(fit.peft_model, fit.tensors), fit.shapes, linears)
-    if quantized:
+    if quantized and experts:
         _mark_experts(weights, fit, names)
     tied, note = _tie(weights, names, fit.embedding, fit.head, fit.tied)
     adapted = sum(plan.touched for plan in weights.values())

@@ -108,7 +108,13 @@ def write_merged(export: Export, options: MergeOptions) -> MergeReport:
         chosen = "original"
         warnings.append("the run was not quantised: dequantized and original weights are the same")
     trusted = export.trust_remote_code
-    plan = plan_merge(source.path, run.adapter, quantized=run.quantized, trust_remote_code=trusted)
+    plan = plan_merge(
+        source.path,
+        run.adapter,
+        quantized=run.quantized,
+        experts=run.quantized_experts,
+        trust_remote_code=trusted,
+    )
     if plan.unreached and chosen == "dequantized":
         raise UnsupportedError(
             f"Loading this base joins or splits tensors of its files ({plan.unreached}), so their 4-bit form cannot be "

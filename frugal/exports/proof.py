@@ -89,7 +89,7 @@ def reference(export: Export, *, dequantized: bool, linears: set[str], vocabular
         model.resize_token_embeddings(vocabulary, mean_resizing=False)
     if dequantized:
         codec = CODECS["nf4"](torch.float32, run.double_quant)
-        cuts = expert_cuts(model)
+        cuts = expert_cuts(model) if run.quantized_experts else {}
         for name, parameter in model.named_parameters():
             if name in cuts:
                 parameter.data = torch.stack([cuts[name].through(codec, matrix) for matrix in parameter.data])

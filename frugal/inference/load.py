@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoTokenizer
 
-from frugal.adapters.peft_model import base_record
+from frugal.adapters.peft_model import FINGERPRINT
 from frugal.adapters.trained import widen_trained_tables
 from frugal.checkpoints.run_folder import RunFolder, check_depth, open_run, other_base
 from frugal.config import Config, LoraSection, MemorySection, load_config
@@ -116,6 +116,7 @@ def load_run(
         source=source,
         quantize=kept,
         double_quant=opened.double_quant,
+        quantize_experts=opened.recorded is None or opened.quantized_experts,
         dtype=resolve_dtype(asked, where).value,
         device=where.torch_device,
         vocab_size=rows_needed(tokenizer, source.config()),
@@ -291,10 +292,6 @@ def _load_fresh(config: Config, lora: LoraSection, device: str | None, for_train
         split_head=False,
     )
     model = _for_others(build(spec).model)
-    model.base_record = base_record(
-        settings.quantize,
-        double_quant=settings.bnb_4bit_use_double_quant,
-        fingerprint=base_fingerprint(source.path),
-    )
+    model.base_record = {**model.base_record, FINGERPRINT: base_fingerprint(source.path)}
     loaded = LoadedRun(model, tokenizer, where, config.data.system_prompt)
     return _for_training(loaded, config) if for_training else loaded

@@ -31,6 +31,7 @@ from frugal.models.attention import AttentionDecision, use_attention
 from frugal.models.head import HeadSpec, split_head
 from frugal.models.load import LoadedBase, Weights, load_base
 from frugal.models.materialize import NO_LAYERS, LoadedTensor, not_by_layer
+from frugal.models.modules.experts import NF4Experts
 from frugal.models.modules.host_embedding import decide_embedding
 from frugal.models.quantizer import EncodedBase
 from frugal.models.replacement import ReplacementReport, replace_modules
@@ -49,6 +50,8 @@ class ModelSpec:
     source: ResolvedModel
     quantize: Literal["nf4", "none"] = "nf4"
     double_quant: bool = True
+    quantize_experts: bool = True
+    """Whether "nf4" holds for stacks of experts too: not in runs of frugal 0.1.0."""
     dtype: torch.dtype = torch.float32
     """Of the computation."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -132,7 +135,8 @@ def build(spec: ModelSpec, weights: Weights = "files", on_layer: OnLayer | None 
         model = load_adapter(base, spec.adapter, trainable=spec.trainable)
     if isinstance(model, FrugalPeftModel):
         compute_in(model, spec.dtype)
-        model.base_record = base_record(spec.quantize, double_quant=spec.double_quant)
+        experts = any(isinstance(module, NF4Experts) for module in base.modules())
+        model.base_record = base_record(spec.quantize, double_quant=spec.double_quant, experts=experts)
     if prove and spec.quantize != "none":
         base.hf_quantizer = EncodedBase()
     replace = partial(
@@ -175,6 +179,7 @@ def _load(spec: ModelSpec, weights: Weights) -> LoadedBase:
         spec.source,
         quantize=spec.quantize,
         double_quant=spec.double_quant,
+        quantize_experts=spec.quantize_experts,
         dtype=spec.dtype,
         device=spec.device,
         trust_remote_code=trusted,

@@ -82,6 +82,7 @@ def load_base(
     *,
     quantize: Literal["nf4", "none"] = "nf4",
     double_quant: bool = True,
+    quantize_experts: bool = True,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
@@ -93,7 +94,8 @@ def load_base(
     """Load ``source`` frozen, in eval mode, on ``device``, computing in ``dtype``.
 
     ``vocab_size``: rows that the embedding table must have at least (`frugal.models.tokenizer.rows_needed`); new rows
-    start as the mean of the old ones. A table that is larger already stays as it is.
+    start as the mean of the old ones. A table that is larger already stays as it is. ``quantize_experts``: "nf4" holds
+    for stacks of experts too.
 
     With ``weights`` "layerwise" embeddings, norms and head are loaded, and the decoder layers stay on the meta device,
     each to be filled by itself: `LoadedBase.deferred`. The report counts them as if they were there.
@@ -117,7 +119,8 @@ def load_base(
         remote_code=trust_remote_code and "auto_map" in config.to_dict(),
     )
     linears, report.kept = linear_kinds(model)
-    if quantize == "nf4":
+    report.quantized = linears if quantize == "nf4" else []
+    if quantize == "nf4" and quantize_experts:
         stacks, whole = expert_kinds(model)
         report.quantized = [*linears, *stacks]
         report.kept = {name: why for name, why in report.kept.items() if name.rpartition(".")[0] not in stacks} | whole

@@ -11,16 +11,18 @@ from torch import nn
 
 from frugal.adapters.targets import resolve_targets
 from frugal.checkpoints.rotation import check_space, checkpoint_bytes, kept_at_once
+from frugal.checkpoints.run_folder import experts_were_encoded, open_run
 from frugal.config import Config
 from frugal.data import PreparedData, build
 from frugal.decision import Decision
 from frugal.device import Device
 from frugal.distributed import group as ranks
+from frugal.errors import CheckpointError
 from frugal.memory.space import is_of_host
 from frugal.models.build import BuiltModel, ModelSpec, OnLayer
 from frugal.models.build import build as build_model
 from frugal.models.resolve import ResolvedModel, resolve_base
-from frugal.models.skeleton import build_meta
+from frugal.models.skeleton import build_meta, expert_kinds
 from frugal.models.tokenizer import load_tokenizer, new_token_ids, rows_needed
 from frugal.training.schedule import TrainPlan
 from frugal.units import gib
@@ -99,6 +101,21 @@ def load_model(
         mlp_tile_tokens=config.memory.mlp_chunk_tokens,
     )
     return build_model(spec, "files" if take_layer is None else "layerwise", take_layer)
+
+
+def check_experts(config: Config, base: ResolvedModel, checkpoint: Path) -> None:
+    """Raise CheckpointError when a checkpoint was trained over stacks of experts that were not in NF4, and now are."""
+    settings = base.config().get_text_config().to_dict()
+    if config.model.quantize != "nf4" or not any("experts" in key for key in settings):
+        return
+    if experts_were_encoded(open_run(checkpoint).adapter):
+        return
+    if expert_kinds(build_meta(base.config(), trust_remote_code=base.trust_remote_code))[0]:
+        raise CheckpointError(
+            f"{checkpoint} was trained by a frugal that kept experts in 16 bits; this one keeps them in 4 bits, so the "
+            "run would go on over another base. Finish it with that version, or start a new run. chat, merge, export "
+            "and verify keep the experts as they were."
+        )
 
 
 def check_disk(config: Config, run_dir: Path, plan: TrainPlan, parameters: dict[str, nn.Parameter]) -> None:

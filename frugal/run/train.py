@@ -38,6 +38,7 @@ from frugal.run.setup import open_machine, resolve
 from frugal.run.sharing import layer_taker
 from frugal.run.steps import (
     check_disk,
+    check_experts,
     load_model,
     open_base,
     open_tokenizer,
@@ -118,6 +119,7 @@ def _train(config: Config, resume: bool | str | Path | None) -> TrainResult:
         rows_hash = data_fingerprint(data.train)
         if checkpoint is not None:
             check_plan(checkpoint.folder, checkpoint.state, plan.as_dict(), rows_hash)
+            check_experts(config, base, checkpoint.folder)
         grouped = settings.group_by_length and not config.data.packing
         order = StepOrder(data.train.lengths, plan, seed=settings.seed, group_by_length=grouped)
         events.prepared(base, data, plan)

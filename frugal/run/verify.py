@@ -96,7 +96,9 @@ def _work(what: Any, base: str | Path | None, trust_remote_code: bool) -> tuple[
         fit_adapter(source.path, run.adapter, trust_remote_code=trust_remote_code)
         home = str(run.tokenizer_folder or source.path)
         tokenizer = AutoTokenizer.from_pretrained(home, trust_remote_code=trust_remote_code)
-        spec = replace(_spec(run.config, source, tokenizer), lora=None, adapter=run.adapter)
+        spec = replace(
+            _spec(run.config, source, tokenizer), lora=None, adapter=run.adapter, quantize_experts=run.quantized_experts
+        )
         return _with_rows(Work(source, tokenizer, spec, run), run.config, required=False), str(what)
     config = load_config(what)
     source = open_base(config)

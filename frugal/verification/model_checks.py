@@ -137,7 +137,7 @@ class Work:
         run = self.export.run
         linears: set[str] = set()
         if run.quantized:
-            plan = plan_merge(self.base.path, run.adapter, quantized=True)
+            plan = plan_merge(self.base.path, run.adapter, quantized=True, experts=run.quantized_experts)
             linears = {name for name, weight in plan.weights.items() if weight.quantized}
         rows = self.spec.vocab_size or 0
         model = reference(self.export, dequantized=run.quantized, linears=linears, vocabulary=rows)

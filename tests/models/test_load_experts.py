@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from frugal.config import LoraSection
-from frugal.errors import ModelError
+import frugal
+from frugal.adapters.peft_model import EXPERTS, WEIGHTS
+from frugal.checkpoints.run_folder import open_run
+from frugal.config import LoraSection, load_config
+from frugal.errors import CheckpointError, ModelError
 from frugal.exports.registry import merge
 from frugal.model_structure import stacked_experts
 from frugal.models.build import ModelSpec, build
 from frugal.models.load import load_base
 from frugal.models.modules.experts import FrugalExperts, NF4Experts
 from frugal.models.resolve import ResolvedModel
+from frugal.run.steps import check_experts
+from frugal.tensor_files import read_all, read_metadata, write_tensors
+from tests.support import runs
 from tests.support.merged import experts_in_nf4, make_run
 from tests.support.tiny_models import MOE_FAMILIES, tiny_model
 
@@ -133,13 +140,17 @@ def test_a_step_trains_over_experts_and_their_stacks_stay(tmp_path: Path) -> Non
     json.dumps(built.report.as_dict())
 
 
+@pytest.mark.parametrize("experts", [True, False])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoe"])
-def test_a_merge_is_the_trained_model(family: str, tiny_llama_folder: Path, tmp_path: Path) -> None:
-    """Experts are written as the run had them, whichever way the files cut them."""
+def test_a_merge_is_the_trained_model(family: str, experts: bool, tiny_llama_folder: Path, tmp_path: Path) -> None:
+    """Experts are written as the run had them, whichever way the files cut them; dense ones of frugal 0.1.0 too."""
     base = tmp_path / "base"
     tiny_model(family, vocab_size=300).save_pretrained(base)
     AutoTokenizer.from_pretrained(tiny_llama_folder).save_pretrained(base)
-    trained = make_run(tmp_path / "run", base, target_modules=["q_proj", "o_proj"])
+    trained = make_run(tmp_path / "run", base, experts=experts, target_modules=["q_proj", "o_proj"])
+    loaded = frugal.load(tmp_path / "run", device="cpu").model
+    assert any(isinstance(module, NF4Experts) for module in loaded.modules()) == experts
+    assert float((logits(loaded) - logits(trained)).abs().max()) <= 2e-5 * float(logits(trained).abs().max())
     report = merge(tmp_path / "run", tmp_path / "out")
     assert report.weights == "dequantized"
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -156,3 +167,27 @@ def test_saved_and_made_dense_it_computes_the_same(family: str, tmp_path: Path) 
     dense = built.base.dequantize()
     assert not held(dense)
     assert float((logits(dense) - want).abs().max()) <= 2e-5 * float(want.abs().max())
+
+
+def test_a_run_says_that_its_experts_were_in_nf4_and_one_that_does_not_is_not_gone_on_with(
+    tiny_llama_folder: Path, tmp_path: Path
+) -> None:
+    base, run = tmp_path / "base", tmp_path / "run"
+    tiny_model("qwen3_moe", vocab_size=300).save_pretrained(base)
+    AutoTokenizer.from_pretrained(tiny_llama_folder).save_pretrained(base)
+    config = runs.config(base, runs.write_rows(tmp_path / "rows.jsonl", 4), run, model={"base": str(base)})
+    config["model"]["quantize"] = "nf4"
+    config["train"]["max_steps"] = 2
+    config["output"]["save_steps"] = 1
+    frugal.train(config)
+    assert open_run(run).quantized_experts
+    checkpoint = run / "checkpoint-1"
+    assert frugal.train(config, resume=checkpoint).steps == 2
+    old = shutil.copytree(open_run(checkpoint).adapter, tmp_path / "old")  # the checkpoint itself is sealed
+    said = read_metadata(old / WEIGHTS)
+    assert said.pop(EXPERTS) == "nf4"
+    write_tensors(old / WEIGHTS, read_all(old / WEIGHTS), texts=said)
+    source = ResolvedModel("tiny", base, "folder", None)
+    check_experts(load_config(config), source, checkpoint)
+    with pytest.raises(CheckpointError, match=r"kept experts in 16 bits.*start a new run"):
+        check_experts(load_config(config), source, old)

@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from frugal.adapters.peft_model import WEIGHTS, base_record
 from frugal.checkpoints.side_files import save_side_files
 from frugal.codecs.nf4 import dequantize_nf4, quantize_nf4
 from frugal.config import dump_yaml, load_config
@@ -19,6 +20,7 @@ from frugal.files import write_json, write_text
 from frugal.manifest import Manifest
 from frugal.model_structure import stacked_experts
 from frugal.models.resolve import base_fingerprint
+from frugal.tensor_files import read_all, write_tensors
 
 IDS = torch.tensor([[1, 17, 45, 200, 13, 99, 150, 7]])
 
@@ -43,14 +45,14 @@ def experts_in_nf4(module: Any) -> None:
                 piece.copy_(dequantize_nf4(quantize_nf4(piece), torch.float32))
 
 
-def held_in_nf4(model: nn.Module, quantize: str) -> nn.Module:
+def held_in_nf4(model: nn.Module, quantize: str, *, experts: bool = True) -> nn.Module:
     """Every linear layer but the head with the values that its NF4 form has; the quantised base in stock modules."""
     head = model.get_output_embeddings()
     if quantize == "nf4":
         for module in model.modules():
             if type(module) is nn.Linear and module is not head:
                 module.weight.data = dequantize_nf4(quantize_nf4(module.weight.data), torch.float32)
-        for module in model.modules():
+        for module in model.modules() if experts else ():
             if stacked_experts(module):
                 experts_in_nf4(module)
     return model
@@ -61,18 +63,24 @@ def make_run(
     base: Path,
     *,
     quantize: str = "nf4",
+    experts: bool = True,
     size: float = 0.05,
     seed: int = 1,
     vocab: int | None = None,
     tokenizer: Any = None,
     **lora: Any,
 ) -> PeftModel:
-    """Write a run folder and return its model (float32, eval mode): what the merged model must equal."""
+    """Write a run folder and return its model (float32, eval mode): what the merged model must equal.
+
+    Without ``experts`` as frugal 0.1.0 wrote it: stacks of experts dense, and nothing said about them.
+    """
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if vocab is not None:
         model.resize_token_embeddings(vocab, mean_resizing=False)
     settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-    model = get_peft_model(held_in_nf4(model, quantize), LoraConfig(task_type="CAUSAL_LM", **{**settings, **lora}))
+    held_in_nf4(model, quantize, experts=experts)
+    stacks = experts and quantize == "nf4" and any(stacked_experts(module) for module in model.modules())
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{**settings, **lora}))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -80,6 +88,8 @@ def make_run(
             whole = "modules_to_save" in name or "magnitude" in name
             parameter.data = parameter.data + noise if whole else noise
     model.save_pretrained(str(folder), save_embedding_layers=False)
+    weights = folder / WEIGHTS
+    write_tensors(weights, read_all(weights), texts=base_record(quantize, experts=stacks))
     config = {"model": {"base": str(base), "quantize": quantize}, "data": {"train": "x.jsonl"}}
     write_text(folder / "config.yaml", dump_yaml(load_config({**config, "output": {"dir": str(folder)}})))
     manifest = Manifest()
