@@ -100,6 +100,7 @@ def fit_adapter(base: Path, adapter: Path, *, trust_remote_code: bool = False) -
     stored, tensors = stored_tensors(base), read_header(adapter_file(adapter))
     config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
     peft_config = PeftConfig.from_pretrained(str(adapter))
+    _check_type(peft_config, adapter)
     peft_config.inference_mode, init = True, peft_config.init_lora_weights
     peft_config.init_lora_weights = True  # other starts compute with the weights, which are not here
     with torch.device("meta"), warnings.catch_warnings():
@@ -143,7 +144,9 @@ def plan_merge(
         CheckpointError: as `fit_adapter`.
         UnsupportedError: an adapter that this merge cannot do exactly (convolutions, packed experts, PiSSA residuals).
     """
-    _check_kind(PeftConfig.from_pretrained(str(adapter)))
+    config = PeftConfig.from_pretrained(str(adapter))
+    _check_type(config, adapter)
+    _check_kind(config)
     fit = fit_adapter(base, adapter, trust_remote_code=trust_remote_code)
     names = {target: key for key, target in fit.keys.targets.items()}
     linears = fit.linears if quantized else set()
@@ -157,9 +160,17 @@ def plan_merge(
     )
 
 
+def _check_type(config: Any, adapter: Path) -> None:
+    """Refuse what is no LoRA: its configuration has other keys, and its weights another meaning."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        raise UnsupportedError(
+            f"The adapter in {adapter} is of type {kind}; chat, verify, eval and exports know LORA. "
+            "Load or merge this one with PEFT itself (PeftModel.from_pretrained)."
+        )
+
+
 def _check_kind(config: Any) -> None:
-    if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
-        raise UnsupportedError(f"The adapter is of type {config.peft_type}; merge knows LORA.")
     init = str(config.init_lora_weights).lower()
     if init.startswith(("pissa", "corda", "olora", "lora_ga", "loftq")):
         raise UnsupportedError(

@@ -69,7 +69,8 @@ class Work:
     def fused(self) -> BuiltModel:
         """The model that is trained."""
         built = build(self.spec)
-        start_apart(built.model)
+        if self.spec.adapter is None:  # a stored adapter is what is checked: it stays as it is
+            start_apart(built.model)
         return built
 
     @cached_property
@@ -108,7 +109,8 @@ class Work:
     def stock(self) -> Outcome:
         """The same by transformers' and PEFT's own modules, every logit and torch's cross-entropy, row by row."""
         model = build(replace(self.spec, attention=None, fused=False, split_head=False)).model.eval()
-        start_apart(model)
+        if self.spec.adapter is None:
+            start_apart(model)
         total, targets = 0.0, int(self.rows.num_targets.sum())
         for number in range(len(self.rows)):
             row = self.rows[number]

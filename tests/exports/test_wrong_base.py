@@ -55,6 +55,23 @@ def test_other_names_or_shapes_are_refused(
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["IA3", "PROMPT_TUNING"])
+def test_an_adapter_that_is_no_lora_is_refused_by_its_type(
+    kind: str, way: Callable[[Path, Path], None], tiny_llama_folder: Path, tmp_path: Path
+) -> None:
+    """Other types have no `init_lora_weights`: chat and verify ended in an AttributeError."""
+    make_run(tmp_path / "run", tiny_llama_folder)
+    more = {
+        "IA3": {"target_modules": ["k_proj"], "feedforward_modules": []},
+        "PROMPT_TUNING": {"num_virtual_tokens": 2},
+    }
+    content = {"peft_type": kind, "task_type": "CAUSAL_LM", **more[kind]}
+    (tmp_path / "run" / "adapter_config.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(FrugalError, match=f"of type {kind}; .*PEFT itself"):
+        way(tiny_llama_folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_renamed_and_an_unknown_key_are_listed(
     way: Callable[[Path, Path], None], tiny_llama_folder: Path, tmp_path: Path
 ) -> None:

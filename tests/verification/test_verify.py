@@ -73,6 +73,17 @@ def test_the_folder_of_another_tool_is_checked_as_far_as_it_goes(tiny_llama_fold
     assert all("rows" in line for line in found.not_run)
 
 
+def test_an_adapter_whose_b_is_zero_is_right(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    """B of layers that no row reached is 0: it is compared as stored, not after it was given random values."""
+    make_run(tmp_path / "run", tiny_llama_folder, quantize="none")
+    for name in ("config.yaml", "manifest.json"):
+        (tmp_path / "run" / name).unlink()
+    file = tmp_path / "run" / "adapter_model.safetensors"
+    stored = {key: value * (".lora_B." not in key) for key, value in load_file(file).items()}
+    save_file(stored, file, metadata={"format": "pt"})
+    assert wrong(tmp_path / "run", "adapter_is_peft", base=tiny_llama_folder) == {}
+
+
 def test_a_shifted_mask_is_found(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     collate = CausalLM.collate
 
