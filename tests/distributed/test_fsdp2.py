@@ -13,20 +13,24 @@ from frugal.training.optim import trainable
 from tests.distributed.ranks import cases_fsdp2 as cases
 from tests.distributed.ranks.harness import Outcome, Outcomes, run_cases
 from tests.distributed.ranks.sharded_runs import Running, Setting, largest_difference, rows, rows_masked_for_some, start
+from tests.support.tiny_models import tiny_model
 
 TWO = [
     "same", "masked", "adapters_only", "eight_bit", "host_shards", "tied_with_new_tokens", "trained_head",
-    "stock_modules", "policies", "bytes", "every_byte", "evaluation_and_probe", "loss_scaling", "compared",
+    "stock_modules", "experts", "policies", "bytes", "every_byte", "evaluation_and_probe", "loss_scaling", "compared",
 ]  # fmt: skip
 FOUR = ["same", "masked", "tied_with_new_tokens"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def bases(make_tiny_llama: Callable[..., Path]) -> Iterator[None]:
+def bases(make_tiny_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    experts = tmp_path_factory.mktemp("experts")
+    tiny_model("qwen3_moe", vocab_size=300).save_pretrained(experts)
     found = {
         "TINY_UNTIED": make_tiny_llama(num_hidden_layers=4, tie_word_embeddings=False),
         "TINY_BF16": make_tiny_llama(dtype=torch.bfloat16, tie_word_embeddings=False),
         "TINY_TIED": make_tiny_llama(),
+        "TINY_EXPERTS": experts,
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, folder in found.items():
@@ -103,6 +107,11 @@ def test_trained_head(two: Outcomes) -> None:
 
 def test_stock_modules_and_a_dense_base(two: Outcomes) -> None:
     check(two["stock_modules"], alone(cases.STOCK))
+
+
+def test_experts_in_nf4(two: Outcomes) -> None:
+    assert all(report["cut"] for report in two["experts"].reports)
+    check(two["experts"], alone(cases.EXPERTS))
 
 
 def test_eight_bit_state(two: Outcomes) -> None:

@@ -13,6 +13,7 @@ from frugal.distributed.fsdp2 import FullyShard
 from frugal.distributed.tensors import fill, local, local_bytes, whole
 from frugal.errors import UnsupportedError
 from frugal.memory.meter_report import optimizer_tensors
+from frugal.models.modules.experts import NF4Experts
 from frugal.training.loop import micro_batch
 from frugal.training.optim import trainable
 from frugal.training.setup import LoopState
@@ -24,6 +25,7 @@ CPU = torch.device("cpu")
 EIGHT_BIT = Setting(train={"optim": "adamw_8bit"}, lora={"r": 64, "lora_alpha": 128})
 TIED = Setting(folder="TINY_TIED", new_token_ids=(290, 295))
 TRAINED_HEAD = Setting(lora={"modules_to_save": ["lm_head"]})
+EXPERTS = Setting(folder="TINY_EXPERTS")
 STOCK = Setting(fused=False, flat=False, quantize="none", micro=2)
 POLICIES = ("none", "recompute", "offload", "disk")
 
@@ -68,6 +70,13 @@ def case_tied_with_new_tokens(rank: Rank) -> dict[str, Any]:
 
 def case_trained_head(rank: Rank) -> dict[str, Any]:
     return finish(rank, start(TRAINED_HEAD, FullyShard(CPU)))
+
+
+def case_experts(rank: Rank) -> dict[str, Any]:
+    running = start(EXPERTS, FullyShard(CPU))
+    held = [module for module in running.model.modules() if isinstance(module, NF4Experts)]
+    cut = held and all(isinstance(p, DTensor) for module in held for p in module.parameters())
+    return {**finish(rank, running), "cut": bool(cut)}
 
 
 def case_stock_modules(rank: Rank) -> dict[str, Any]:
