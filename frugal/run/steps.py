@@ -85,7 +85,15 @@ def load_model(
 
     ``take_layer`` (a strategy that shards the base) is given each decoder layer before the next one is read.
     """
-    spec = ModelSpec(
+    spec = model_spec(config, base, tokenizer, device, dtype)
+    return build_model(spec, "files" if take_layer is None else "layerwise", take_layer)
+
+
+def model_spec(
+    config: Config, base: ResolvedModel, tokenizer: Any, device: Device, dtype: Decision[torch.dtype]
+) -> ModelSpec:
+    """What a configuration says of the model that is trained."""
+    return ModelSpec(
         source=base,
         quantize=config.model.quantize,
         double_quant=config.model.bnb_4bit_use_double_quant,
@@ -100,7 +108,6 @@ def load_model(
         fused=config.memory.fused,
         mlp_tile_tokens=config.memory.mlp_chunk_tokens,
     )
-    return build_model(spec, "files" if take_layer is None else "layerwise", take_layer)
 
 
 def check_experts(config: Config, base: ResolvedModel, checkpoint: Path) -> None:

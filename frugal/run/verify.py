@@ -23,9 +23,9 @@ from frugal.errors import DataError
 from frugal.exports.merge_plan import fit_adapter
 from frugal.models.build import ModelSpec
 from frugal.models.resolve import ResolvedModel
-from frugal.models.tokenizer import new_token_ids, rows_needed
+from frugal.models.tokenizer import rows_needed
 from frugal.run.samples import asked_otherwise
-from frugal.run.steps import open_base, open_tokenizer
+from frugal.run.steps import model_spec, open_base, open_tokenizer
 from frugal.verification.judge import Check, Need, Subject
 from frugal.verification.model_checks import Work
 from frugal.verification.registry import CHECKS, run_checks
@@ -82,8 +82,11 @@ def verify(
     needs |= {"run"} if work.run is not None else set()
     subject = Subject(work.spec.device, work.spec.dtype, frozenset(needs), work)
     wanted = [name for name, row in CHECKS.items() if row.needs and (names is None or name in names)]
+    why = {"rows": work.no_rows or "rows"}
     missing = [
-        f"{name} needs {', '.join(sorted(CHECKS[name].needs - needs))}" for name in wanted if CHECKS[name].needs - needs
+        f"{name} needs {', '.join(why.get(need, need) for need in sorted(CHECKS[name].needs - needs))}"
+        for name in wanted
+        if CHECKS[name].needs - needs
     ]
     return Verdict(title, list(run_checks(subject, wanted)), missing, time.perf_counter() - start)
 
@@ -109,27 +112,15 @@ def _work(what: Any, base: str | Path | None, trust_remote_code: bool) -> tuple[
 
 def _spec(config: Config | None, source: ResolvedModel, tokenizer: Any) -> ModelSpec:
     device = usable()
-    rows = rows_needed(tokenizer, source.config())
     asked = "auto" if config is None else config.model.dtype
-    spec = ModelSpec(
+    if config is not None:
+        return model_spec(config, source, tokenizer, device, resolve_dtype(asked, device))
+    return ModelSpec(
         source=source,
         quantize="none",
         dtype=resolve_dtype(asked, device).value,
         device=device.torch_device,
-        vocab_size=rows,
-    )
-    if config is None:
-        return spec
-    return replace(
-        spec,
-        quantize=config.model.quantize,
-        double_quant=config.model.bnb_4bit_use_double_quant,
-        lora=config.lora,
-        seed=config.train.seed,
-        new_token_ids=new_token_ids(tokenizer, config.model.add_tokens),
-        attention=config.memory.attention,
-        fused=config.memory.fused,
-        mlp_tile_tokens=config.memory.mlp_chunk_tokens,
+        vocab_size=rows_needed(tokenizer, source.config()),
     )
 
 
@@ -146,9 +137,10 @@ def _with_rows(work: Work, config: Config | None, *, required: bool) -> Work:
             vocab_size=work.spec.vocab_size,
             objective=config.objective.name,
         )
-    except DataError:
+    except DataError as error:
         if required:
             raise
+        work.no_rows = f"rows of the configuration: {error}"
         return work
     if data.template_report.template:
         work.tokenizer.chat_template = data.chat_template

@@ -43,10 +43,19 @@ def micro_batch_tokens(lengths: np.ndarray, rows: list[int], *, flat: bool) -> i
     return int(picked.sum()) if flat else int(picked.max()) * len(rows)
 
 
+MOST_STEPS_LOOKED_THROUGH = 100_000
+"""Steps of a plan that are looked at one by one: a few seconds."""
+
+
 def longest_micro_batch(
     order: StepOrder, plan: TrainPlan, lengths: np.ndarray, *, micro: int, flat: bool, first_step: int = 0
 ) -> list[int]:
-    """Row ids of the micro-batch with the most tokens among all steps from ``first_step`` on, on any rank."""
+    """Row ids of the micro-batch with the most tokens among all steps from ``first_step`` on, on any rank.
+
+    Of runs too long to be looked through: the longest rows together, at least as much as any of their micro-batches.
+    """
+    if plan.total_steps - first_step > MOST_STEPS_LOOKED_THROUGH:
+        return [int(row) for row in np.argsort(-lengths, kind="stable")[:micro]]
     world = ranks.world_size()
     longest: list[int] = []
     most = -1

@@ -44,6 +44,8 @@ class Work:
     spec: ModelSpec
     run: RunFolder | None = None
     data: PreparedData | None = None
+    no_rows: str = ""
+    """Why there are no data, where a run has some."""
     packing: bool = False
     chunk_tokens: int | None = None
     asked_otherwise: Callable[[], list[str]] = list

@@ -159,6 +159,7 @@ def test_resume_alone_means_auto(written: list[str], meant: list[str]) -> None:
     assert resume_argument(written) == meant
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_carries_configurations_and_page_templates(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     source = tmp_path / "source"
@@ -197,6 +198,7 @@ def test_templates_are_listed(tmp_path: Path) -> None:
     assert b"chatml " in frugal("configs", "templates", cwd=tmp_path).stdout
 
 
+@pytest.mark.slow
 def test_public_names_are_functions_whatever_was_imported_first(tmp_path: Path) -> None:
     code = """
 import importlib, pkgutil, types, frugal
@@ -278,6 +280,7 @@ def test_a_wrong_path_is_told_before_anything_heavy_is_imported(tmp_path: Path, 
         assert message in said
 
 
+@pytest.mark.slow
 def test_what_train_and_plan_refuse_without_anything_heavy(tmp_path: Path, tiny_llama_folder: Path) -> None:
     """U11: a base that is not there, a used folder, a finished run; the whole configuration for a base not known."""
     (tmp_path / "rows.jsonl").write_text("")

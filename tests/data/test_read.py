@@ -101,6 +101,11 @@ def test_csv_keeps_text_as_it_is(tmp_path: Path) -> None:
     assert rows_of(write(tmp_path, "b.csv", f'a,b\n"{long}",1\n'))[0] == [{"a": long, "b": "1"}]
 
 
+def test_a_csv_of_names_alone_has_no_rows(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has no rows, only the line that names the columns \(prompt, completion\)"):
+        rows_of(write(tmp_path, "a.csv", "prompt,completion\n\n"))
+
+
 def test_csv_leaves_the_limit_of_fields_as_it_was(tmp_path: Path) -> None:
     limit = csv.field_size_limit()
     for text in ("a,b\n1,2\n", 'a,b\n1,"2\n', f'a\n"{"x" * (limit + 1)}"\n'):

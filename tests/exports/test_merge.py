@@ -73,6 +73,7 @@ def test_a_tied_table_that_was_trained_whole_stays_tied(make_tiny_llama: Make, t
     torch.testing.assert_close(logits_here(tmp_path / "out"), logits_of(model), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_new_process_gives_the_same_logits(tiny_llama_folder: Path, tmp_path: Path) -> None:
     model = make_run(tmp_path / "run", tiny_llama_folder)
     merge(tmp_path / "run", tmp_path / "out", max_shard_bytes=100_000)

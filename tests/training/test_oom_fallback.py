@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -360,6 +361,8 @@ def test_the_warmup_step_takes_the_longest_micro_batch_of_all_steps() -> None:
     ]
     assert int(data.lengths[found].sum()) == max(totals)
     assert run_warmup_step(job).rows == len(found)
+    longer = replace(job.plan, total_steps=10**9)  # at once, and at least as long as any of its micro-batches
+    assert sorted(data.lengths[longest_micro_batch(job.order, longer, data.lengths, micro=2, flat=True)]) == [14, 14]
 
 
 def test_budget_in_a_configuration() -> None:

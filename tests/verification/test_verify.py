@@ -73,6 +73,15 @@ def test_the_folder_of_another_tool_is_checked_as_far_as_it_goes(tiny_llama_fold
     assert all("rows" in line for line in found.not_run)
 
 
+def test_rows_that_are_elsewhere_by_now_are_named(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", tiny_llama_folder, quantize="none")  # its configuration names x.jsonl
+    found = verify(tmp_path / "run", base=tiny_llama_folder, names=["fused_is_stock"])
+    assert found.checks == []
+    (line,) = found.not_run
+    assert "fused_is_stock needs rows of the configuration" in line
+    assert "x.jsonl" in line
+
+
 def test_an_adapter_whose_b_is_zero_is_right(tiny_llama_folder: Path, tmp_path: Path) -> None:
     """B of layers that no row reached is 0: it is compared as stored, not after it was given random values."""
     make_run(tmp_path / "run", tiny_llama_folder, quantize="none")

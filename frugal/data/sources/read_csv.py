@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ def read_csv(handle: BinaryIO, file: str, separator: str) -> Iterator[RawRow | B
     """Rows as texts by column name; the first row names the columns. Blank lines are skipped, text stays as it is.
 
     Raises:
-        DataError: empty file, not UTF-8, or a header that names no columns or one twice.
+        DataError: empty file, no rows, not UTF-8, or a header that names no columns or one twice.
     """
     text = _text(handle.read(), file)
     named = _SEPARATOR_LINE.match(text)  # a spreadsheet's own line, no row
@@ -37,7 +38,12 @@ def read_csv(handle: BinaryIO, file: str, separator: str) -> Iterator[RawRow | B
     _check_header(header, f"{file}:{header_line}", separator)
     # Columns without a name (the index that pandas writes, an empty last column) get a name that says where they are.
     header = [name if name.strip() else nameless(number) for number, name in enumerate(header, start=1)]
-    for line, fields, fault in records:
+    first = next(records, None)
+    if first is None:
+        raise DataError(
+            f"{file}: the file has no rows, only the line that names the columns ({', '.join(header[:4])})."
+        )
+    for line, fields, fault in itertools.chain([first], records):
         if fault is not None:
             yield BadRow(fault, file, line, fatal=True)
             return
