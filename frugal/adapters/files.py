@@ -31,6 +31,10 @@ from frugal.tensor_files import read_all, read_metadata, write_tensors
 log = logging.getLogger("frugal.adapters")
 
 
+BASE_WEIGHT = ".base_layer.weight"
+"""End of the key of a base's own weight beside the adapter of a layer."""
+
+
 def save_adapter(
     model: PeftModel,
     folder: Path,
@@ -120,6 +124,7 @@ def load_adapter(
     folder = Path(folder)
     config, tensors, metadata = _read(folder)
     _check_base(folder, metadata.get(FINGERPRINT), base_fingerprint, on_other_base)
+    tensors = {key: tensor for key, tensor in tensors.items() if not _is_of_the_base(model, key, tensor)}
     layers_as_modules(config, model)
     _check_modules(model, folder, config, tensors)
     config.inference_mode = not trainable
@@ -151,6 +156,17 @@ def _read(folder: Path) -> tuple[LoraConfig, dict[str, torch.Tensor], dict[str, 
     if kind != "LORA":
         raise UnsupportedError(f"{folder} is an adapter of type {kind}; frugal loads LORA.")
     return PeftConfig.from_pretrained(str(folder)), read_all(folder / WEIGHTS), read_metadata(folder / WEIGHTS)
+
+
+def _is_of_the_base(model: PreTrainedModel, key: str, tensor: torch.Tensor) -> bool:
+    """Whether this is the base's own table, which PEFT writes beside an adapter of it (`save_embedding_layers`)."""
+    if not key.endswith(BASE_WEIGHT):
+        return False
+    module = dict(model.named_modules()).get(key.removeprefix("base_model.model.").removesuffix(BASE_WEIGHT))
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.is_meta or weight.shape != tensor.shape:
+        return False
+    return torch.equal(weight.detach().cpu(), tensor.to(weight.dtype))
 
 
 def _check_base(folder: Path, saved: str | None, given: str | None, action: str) -> None:

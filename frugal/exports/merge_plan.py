@@ -7,7 +7,7 @@ Building the layers through PEFT means that every rule (`rank_pattern`, `alpha_p
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from frugal.adapters.conversion import layers_as_modules, names_as_given
+from frugal.adapters.files import BASE_WEIGHT
 from frugal.codecs import Cut
 from frugal.errors import CheckpointError, ModelError, UnsupportedError
 from frugal.exports.merge_math import LoraUpdate, WeightPlan
@@ -31,6 +32,7 @@ from frugal.tensor_files import StoredTensor, read_header
 PREFIX = "base_model.model."
 NAME = "default"
 SHOWN = 8  # keys listed in a message
+COMPARED_ROWS = 4096  # read at a time
 
 
 @dataclass(slots=True)
@@ -92,7 +94,7 @@ class Fit:
 
 
 def fit_adapter(base: Path, adapter: Path, *, trust_remote_code: bool = False) -> Fit:
-    """Match an adapter folder with a base folder without reading a weight.
+    """Match an adapter folder with a base folder; a weight is read only where the adapter has a copy of it.
 
     Raises:
         CheckpointError: keys or shapes of the adapter do not fit the base; missing and unexpected keys are listed.
@@ -107,6 +109,8 @@ def fit_adapter(base: Path, adapter: Path, *, trust_remote_code: bool = False) -
         warnings.simplefilter("ignore")  # PEFT warns about ties and meta tensors, both are handled here
         model = build_meta(config, trust_remote_code=trust_remote_code)
         keys = map_keys(model, stored)
+        with torch.device("cpu"):
+            tensors = _without_the_bases(tensors, stored, keys)
         linears = {f"{name}.weight" for name in linear_kinds(model)[0]}
         cuts = expert_cuts(model)
         rows = _vocab_rows(model, peft_config, tensors)
@@ -129,6 +133,28 @@ def fit_adapter(base: Path, adapter: Path, *, trust_remote_code: bool = False) -
     peft_config.init_lora_weights = init
     _check_keys(adapter, base, tensors, expected, {f"{PREFIX}{name}" for name in (embedding, head)}, shapes)
     return Fit(stored, tensors, keys, shapes, linears, cuts, embedding, head, tied, rows, grown, peft_model)
+
+
+def _without_the_bases(
+    tensors: dict[str, StoredTensor], stored: Mapping[str, StoredTensor], keys: KeyMap
+) -> dict[str, StoredTensor]:
+    """``tensors`` without tables of the base that PEFT wrote beside their adapter (`save_embedding_layers`)."""
+    names = {f"{PREFIX}{target.removesuffix('.weight')}{BASE_WEIGHT}": key for key, target in keys.targets.items()}
+    return {
+        key: tensor
+        for key, tensor in tensors.items()
+        if key not in names or not _same_values(tensor, stored[names[key]])
+    }
+
+
+def _same_values(tensor: StoredTensor, other: StoredTensor) -> bool:
+    if tensor.shape != other.shape:
+        return False
+    for start in range(0, other.rows, COMPARED_ROWS):
+        mine, theirs = (one.read(start, min(start + COMPARED_ROWS, other.rows)) for one in (tensor, other))
+        if not torch.equal(mine.to(theirs.dtype), theirs):
+            return False
+    return True
 
 
 def plan_merge(

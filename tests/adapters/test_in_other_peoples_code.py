@@ -12,11 +12,12 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import frugal
 from frugal.codecs.nf4 import NF4Linear
-from frugal.errors import ConfigError, UnsupportedError
+from frugal.errors import CheckpointError, ConfigError, UnsupportedError
 
 IDS = torch.tensor([[1, 20, 7, 90, 4, 33, 2]])
 
@@ -236,6 +237,28 @@ def test_whole_modules_are_named_as_peft_names_them(bf16_folder: Path) -> None:
         frugal.get_peft_model(
             bare(bf16_folder), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["up_proj"])
         )
+
+
+def test_a_table_of_the_base_beside_its_adapter_is_no_stranger(
+    make_tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """PEFT writes the base's embedding with an adapter of it (save_embedding_layers); another table is refused."""
+    folder = make_tiny_llama(dtype=torch.bfloat16, tie_word_embeddings=False)
+    config = LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    stock = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config).eval()
+    stock.save_pretrained(tmp_path / "adapter")
+    name = "base_model.model.model.embed_tokens.base_layer.weight"
+    with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    assert name in tensors
+    loaded = frugal.load(tmp_path / "adapter", base=folder, quantize="none", device="cpu")
+    torch.testing.assert_close(logits(loaded.model), logits(stock), rtol=0, atol=1e-5)
+    frugal.merge(tmp_path / "adapter", tmp_path / "merged", base=folder, dtype="float32")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), logits(stock), rtol=0, atol=1e-5)
+    save_file({**tensors, name: tensors[name] + 1}, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected: .*embed_tokens\.base_layer"):
+        frugal.load(tmp_path / "adapter", base=folder, quantize="none", device="cpu")
 
 
 def test_dtype_is_that_of_the_computation_and_follows_to(bf16_folder: Path) -> None:
