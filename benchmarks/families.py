@@ -1,6 +1,6 @@
 """Which model families train to what stock transformers + PEFT compute: the 55 families of `family_configs.py`.
 
-    python benchmarks/families.py --json benchmarks/results/families.json
+    python benchmarks/families.py
 
 Every model is tiny and random. The truth is stock transformers and PEFT in float32 with eager attention, three steps of
 AdamW over four rows of 20 to 190 tokens, each row by itself, not padded. `frugal train` does the same with one row a

@@ -59,7 +59,7 @@ def test_blocks_of_rows(double: bool) -> None:
         with checked():
             got = dequantize(parts_of(nf4), start, stop, torch.float32)
         bits_equal(got, dense[start:stop])
-    with pytest.raises(ValueError, match="multiple of 64"):
+    with pytest.raises(ValueError, match="multiples of 64"):
         dequantize(parts_of(nf4), 63, 128, torch.float32)
 
 
