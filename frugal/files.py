@@ -85,7 +85,7 @@ def about_encoding(error: UnicodeDecodeError, file: str, offset: int = 0) -> str
     ``offset``: where the text that was read begins in the file.
     """
     data = error.object
-    place = error.start - data.rfind(b"\n", 0, error.start)
+    place = error.start - max(data.rfind(b"\n", 0, error.start), data.rfind(b"\r", 0, error.start))
     likely = "ISO-8859-1" if {byte for byte in data if byte >= 0x80} & _UNDEFINED_IN_1252 else "WINDOWS-1252"
     return (
         f"byte 0x{data[error.start]:02x}, byte {place} of the line, offset {offset + error.start:,} of the file; "

@@ -151,6 +151,12 @@ def _adapter_folder(folder: Path) -> Path:
     for candidate in candidates:
         if (candidate / ADAPTER_CONFIG).is_file():
             return candidate
+    inside = sorted(entry.name for entry in folder.iterdir() if _is_run(entry) or (entry / ADAPTER_CONFIG).is_file())
+    if inside:
+        some = ", ".join(inside[:8]) + (f" and {len(inside) - 8} more" if len(inside) > 8 else "")
+        raise CheckpointError(
+            f"{folder} is no run, but holds these: {some}. Give one of them, for example {folder / inside[0]}."
+        )
     raise CheckpointError(
         f"{folder} holds no adapter: looked for {ADAPTER_CONFIG} there and in its checkpoint-N folders. "
         "Was the run stopped before its first checkpoint?"

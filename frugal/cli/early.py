@@ -75,6 +75,25 @@ def refuse_base(path: Path, what: str) -> None:
         )
 
 
+def run_or_configuration(path: Path) -> None:
+    """Raise ConfigError or CheckpointError where a configuration or a run is needed and neither was named."""
+    if path.is_file():
+        return
+    try:
+        base = is_base(path)
+    except CheckpointError:
+        if path.exists():
+            raise
+        raise ConfigError(
+            f"{path} does not exist. Give a configuration, or the folder of a run or an adapter."
+        ) from None
+    if base:
+        raise ConfigError(
+            f"{path} is a base model: there is nothing to compare with it. Give a configuration with model.base: "
+            f"{path}, or the folder of a run or an adapter."
+        )
+
+
 def _of_configuration(path: Path) -> str:
     try:
         config = load_config(path)

@@ -240,8 +240,7 @@ def verify(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Check your own model, rows and run against stock transformers and PEFT."""
-    if not what.exists():
-        raise ConfigError(f"{what} does not exist. Give a configuration, or the folder of a run or an adapter.")
+    imported("frugal.cli.early", "run_or_configuration")(what)
     found = imported("frugal.run.verify", "verify")(what, base=base, trust_remote_code=trust_remote_code)
     if as_json:
         print(json.dumps(found.to_json(), indent=2, ensure_ascii=False))

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AllowInfNan, BaseModel, BeforeValidator, Strict
+from pydantic import AfterValidator, AllowInfNan, BaseModel, BeforeValidator, Strict
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -107,6 +107,12 @@ def _targets(value: Any) -> Any:
     return names
 
 
+def _not_blank(value: str) -> str:
+    if not value.strip():
+        raise ValueError("must not be empty")
+    return value
+
+
 def _table(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): item for key, item in value.items()}
@@ -114,6 +120,7 @@ def _table(value: Any) -> Any:
 
 
 Text = Annotated[str, Strict(), BeforeValidator(_text)]
+Name = Annotated[Text, AfterValidator(_not_blank)]
 Flag = Annotated[bool, Strict(), BeforeValidator(_flag)]
 AutoFlag = Annotated[Literal["auto", True, False], BeforeValidator(_auto_flag)]
 Number = Annotated[float, Strict(), AllowInfNan(False), BeforeValidator(_number)]

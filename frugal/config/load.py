@@ -104,8 +104,9 @@ def read_file(path: pathlib.Path) -> Document:
 
 def _nearby(path: pathlib.Path) -> str:
     names = [entry.name for entry in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.with_name(near[0])}?" if near else ""
+    stems = {pathlib.Path(name).stem: name for name in names}  # suffixes are alike in all of them
+    near = difflib.get_close_matches(path.stem, stems, n=1)
+    return f"; did you mean {path.with_name(stems[near[0]])}?" if near else ""
 
 
 def _inside(path: pathlib.Path) -> str:

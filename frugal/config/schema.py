@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from frugal.config.fields import (
     AutoFlag,
     Flag,
+    Name,
     Names,
     Number,
     Sentences,
@@ -41,7 +42,7 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    base: Text
+    base: Name
     """The base model: a name known to `frugal fetch`, a local folder, or a hub id."""
     revision: Text | None = None
     """Branch, tag or commit of a hub id."""
@@ -81,7 +82,7 @@ class LoraSection(Section):
 
 
 class SourceSection(Section):
-    path: Text
+    path: Name
     """A file, a folder, a name known to `frugal fetch`, or a `datasets` hub id."""
     format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference", "judged"] = (
         "auto"
@@ -111,7 +112,7 @@ class DataSection(Section):
     """What to evaluate on. Empty: a part of the training rows, see eval_split."""
     eval_split: Number = Field(default=0.0, ge=0)
     """Held-out part of the training rows when `eval` is empty: a fraction below 1, or a number of rows."""
-    chat_template: Text | None = None
+    chat_template: Name | None = None
     """None: the tokenizer's own. Else a name (`frugal configs templates`), or the path of a Jinja file."""
     system_prompt: Text | None = None
     """System message put before conversations that have none."""
@@ -214,7 +215,7 @@ class MemorySection(Section):
     """What is kept of each decoder layer for backward. auto: the plan decides, the fastest that fits the budget."""
     budget: Text = Field(default="auto", pattern=r"^(auto|\s*[0-9]+(\.[0-9]+)?\s*([kKmMgGtT][iI]?[bB]?|[bB])\s*)$")
     """Device memory that the run may take, for example 6GB. auto: what the device has."""
-    scratch_dir: Text | None = None
+    scratch_dir: Name | None = None
     """Folder of the scratch file of `checkpoint: disk`. Unset: the run's folder (a `/tmp` is often kept in memory)."""
     attention: Literal["auto", "triton", "sdpa", "flash_attn"] = "auto"
     """How attention is computed. auto: the best that the device can run (`frugal doctor` shows it). A name that the
@@ -254,7 +255,7 @@ class DistributedSection(Section):
 
 
 class OutputSection(Section):
-    dir: Text
+    dir: Name
     """The run's folder."""
     save_steps: Whole | None = Field(default=None, ge=1)
     """Write a checkpoint every so many steps. Unset: at the end of each epoch."""

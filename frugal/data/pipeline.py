@@ -144,6 +144,7 @@ def build_from(
         hits += hit
         check_ids(dataset, examples, vocab_size, row_encoder.encoder)
         report_counts(count, dataset, examples, report, data, part)
+        _note_unknown(dataset, examples, row_encoder.encoder, report, part)
         sets.append((dataset, count))
     ends = template_report(
         sets[0][1].ends,
@@ -300,6 +301,22 @@ def check_ids(dataset: TokenDataset, examples: Sequence[Example], vocab_size: in
         f"outside the model's embedding table of {vocab_size:,} rows. The tokenizer and the model do not belong "
         "together, or tokens were added to the tokenizer alone: name them in model.add_tokens, which grows the table."
     )
+
+
+def _note_unknown(
+    dataset: TokenDataset, examples: Sequence[Example], encoder: TextEncoder, report: DataReport, part: str
+) -> None:
+    """A note on text that the tokenizer has no tokens for: the model cannot learn what it says."""
+    unknown = encoder.unknown_id
+    if unknown is None or not dataset.tokens:
+        return
+    count = int(np.count_nonzero(np.asarray(dataset.input_ids) == unknown))
+    if count:
+        first = first_rows_with(dataset, [where(example) for example in examples], [unknown])[unknown]
+        report.note(
+            f"{part}: {count:,} of {dataset.tokens:,} tokens are {encoder.token(unknown)}: text that the tokenizer has "
+            f"no tokens for, which the model cannot learn (first: {first})"
+        )
 
 
 def first_rows_with(dataset: TokenDataset, sources: Sequence[str], ids: Collection[int]) -> dict[int, str]:

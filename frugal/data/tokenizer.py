@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,6 +75,15 @@ class TextEncoder:
             special_tokens_map=special_map,
         )
         return cls(state)
+
+    @cached_property
+    def unknown_id(self) -> int | None:
+        """The id that stands for text outside the vocabulary; None where there is none, or where it also ends texts."""
+        model = json.loads(self.state.backend)["model"]
+        found = model.get("unk_id")  # Unigram
+        if found is None and model.get("unk_token") is not None:
+            found = self._core.token_to_id(model["unk_token"])
+        return None if found in (self.bos_id, self.eos_id) else found
 
     def token(self, token_id: int) -> str:
         """The token of an id, for messages."""

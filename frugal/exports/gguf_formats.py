@@ -30,6 +30,7 @@ from frugal.exports.merge_math import LoraUpdate, Maker
 from frugal.exports.merge_plan import Fit, MergePlan, adapter_parts, fit_adapter, plan_merge
 from frugal.exports.proof import Proof, check_memory, proof_rows, prove, reference
 from frugal.files import read_json, write_json
+from frugal.models.stock import load_stock
 from frugal.units import disk_size
 
 READ_BY_TRANSFORMERS = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text")
@@ -188,7 +189,7 @@ def _prove_model(
 
 
 def _by_transformers(file: Path, config: Any) -> nn.Module:
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+    model: nn.Module = load_stock(
         str(file.parent),
         gguf_file=file.name,
         config=config,
@@ -268,7 +269,7 @@ def _prove_lora(export: Export, fit: Fit, names: Names, file: Path, kind: str) -
     tokenizer = AutoTokenizer.from_pretrained(str(export.run.tokenizer_folder or export.base.path))
 
     def read_back() -> nn.Module:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(export.base.path, dtype=torch.float32).eval()
+        model: nn.Module = load_stock(export.base.path, dtype=torch.float32).eval()
         add_lora(model, file, names)
         return model
 

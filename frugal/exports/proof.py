@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from frugal.codecs import CODECS
 from frugal.errors import CheckpointError
@@ -21,6 +20,7 @@ from frugal.exports.base import Export
 from frugal.files import read_json, write_json
 from frugal.memory.space import OutOfHostMemory, refuse_when_host_is_full
 from frugal.models.skeleton import expert_cuts
+from frugal.models.stock import load_stock
 
 ROWS, LENGTH = 6, 64
 _TEXTS = (
@@ -82,9 +82,7 @@ def proof_rows(export: Export, tokenizer: Any, vocabulary: int) -> list[list[int
 def reference(export: Export, *, dequantized: bool, linears: set[str], vocabulary: int) -> Any:
     """The adapter on its base in float32, by stock transformers and PEFT; over NF4's values if ``dequantized``."""
     run, base = export.run, export.base
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        base.path, dtype=torch.float32, trust_remote_code=export.trust_remote_code
-    )
+    model: Any = load_stock(base.path, dtype=torch.float32, trust_remote_code=export.trust_remote_code)
     if vocabulary != model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(vocabulary, mean_resizing=False)
     if dequantized:

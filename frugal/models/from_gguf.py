@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoTokenizer, GgufConfig
+
+from frugal.models.stock import load_stock
 
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write config, float16 safetensors, tokenizer, chat template and generation config of ``gguf`` into ``folder``."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model = load_stock(
         str(gguf.parent), gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from frugal.codecs import NF4Codec, NF4Linear
 from frugal.codecs.dense import upcast_on_use
@@ -59,6 +59,7 @@ from frugal.models.skeleton import (
     linear_kinds,
     map_keys,
 )
+from frugal.models.stock import load_stock
 
 Weights = Literal["files", "layerwise", "meta"]
 """Where weights come from. files: all are read. layerwise: those of decoder layers later, one layer at a time. meta:
@@ -255,9 +256,7 @@ def _through_transformers(
     device: torch.device,
 ) -> PreTrainedModel:
     """Whole model on the CPU in the checkpoint's dtype, then quantised layer by layer. Needs its 16-bit size."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        source.path, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True
-    )
+    model, info = load_stock(source.path, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True)
     bad = ignorable(model, info["missing_keys"], missing=True) + [str(key) for key in info["mismatched_keys"]]
     if bad:
         raise _incomplete(model, source, bad)

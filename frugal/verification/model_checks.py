@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
 from frugal.checkpoints.run_folder import RunFolder, other_base
 from frugal.data import PreparedData, TokenDataset
@@ -26,6 +25,7 @@ from frugal.models.attention import join_rows
 from frugal.models.build import BuiltModel, ModelSpec, build
 from frugal.models.equivalence import tolerance
 from frugal.models.resolve import ResolvedModel
+from frugal.models.stock import load_stock
 from frugal.objectives import LossModule, make_objective
 from frugal.verification.judge import Measurement, Subject
 
@@ -303,7 +303,7 @@ def merged_is_adapter(subject: Subject) -> Iterator[Measurement]:
         with tempfile.TemporaryDirectory(prefix="frugal-verify-") as folder:
             out = Path(folder) / "merged"
             write_merged(replace(work.export, out=out, warnings=[]), MergeOptions(dtype="float32"))
-            model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+            model = load_stock(out, dtype=torch.float32).eval()
             return _log_prob_gap(work.peft, log_probs(model, work.asked), work.asked)
 
     advice = "Serve the adapter on its base instead of a merged model, and report this run."

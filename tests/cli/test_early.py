@@ -99,3 +99,20 @@ def test_chat_with_a_base(tiny_llama_folder: Path) -> None:
     done = CliRunner().invoke(app, ["chat", str(tiny_llama_folder), "--prompt", "hello", "--max-new-tokens", "3"])
     assert done.exit_code == 0, done.output
     assert "is a base model: it answers without an adapter" in done.output
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("smollm2-135m-instruct", "is a base model: there is nothing to compare with it. Give a configuration"),
+        ("nothing-here", "nothing-here does not exist. Give a configuration, or the folder of a run or an adapter."),
+        ("runs", "runs is no run, but holds these: first, second. Give one of them, for example runs/first."),
+    ],
+)
+def test_verify_says_what_it_can_take(here: Path, asked: str, told: str) -> None:
+    for name in ("first", "second"):
+        (here / "runs" / name).mkdir(parents=True)
+        (here / "runs" / name / "adapter_config.json").write_text("{}")
+    done = CliRunner().invoke(app, ["verify", asked])
+    assert done.exit_code == 2
+    assert told in done.output.replace("\n", " ")

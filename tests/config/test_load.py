@@ -218,6 +218,7 @@ def test_files_that_are_no_config(tmp_path: pathlib.Path, content: bytes, messag
 def test_paths_that_are_no_file(tmp_path: pathlib.Path) -> None:
     (tmp_path / "mine.yaml").touch()
     assert f"did you mean {tmp_path / 'mine.yaml'}?" in refused(tmp_path / "mien.yaml")
+    assert "did you mean" not in refused(tmp_path / "other.yaml")  # alike in the suffix alone
     assert "a folder, not a YAML file" in refused(tmp_path)
 
 
@@ -233,19 +234,28 @@ AWKWARD = ["no", "1e-4", "010", "12:30", "null", "~", "", " x ", "a: b", "#c", "
 def test_dump_and_load_give_the_same(tmp_path: pathlib.Path) -> None:
     rng = random.Random(1)
     for word in AWKWARD:
+        name = word or "x"  # names of bases and files may not be empty
         config = load_config(
             {
-                "model": {"base": word, "revision": rng.choice([None, word])},
-                "data": {"train": [{"path": word, "weight": rng.uniform(1e-7, 1), "columns": {word or "k": word}}]},
+                "model": {"base": name, "revision": rng.choice([None, word])},
+                "data": {"train": [{"path": name, "weight": rng.uniform(1e-7, 1), "columns": {word or "k": word}}]},
                 "lora": {"rank_pattern": {word or "k": 3}, "target_modules": rng.choice(["all-linear", ["q", "v"]])},
                 "train": {"learning_rate": 10 ** rng.uniform(-12, 5), "warmup_steps": 3},
-                "output": {"dir": word, "sample_prompts": AWKWARD},
+                "output": {"dir": name, "sample_prompts": AWKWARD},
             }
         )
         text = dump_yaml(config)
         assert load_config(write(tmp_path, text)) == config, text
         assert yaml.safe_load(text)["output"]["sample_prompts"] == AWKWARD  # a YAML 1.1 reader sees the same text
         assert load_config(config) == config
+
+
+@pytest.mark.parametrize("blank", ["", "  "])
+def test_names_of_files_are_not_empty(blank: str) -> None:
+    """An empty path is the current folder to the file system, and nobody's wish."""
+    message = refused({"model": {"base": blank}, "data": {"train": [blank]}, "output": {"dir": blank}})
+    for key in ("model.base", "data.train[0].path", "output.dir"):
+        assert f"{key}: must not be empty, got '{blank}'" in message
 
 
 def test_every_auto_can_be_written_back_resolved(tmp_path: pathlib.Path) -> None:

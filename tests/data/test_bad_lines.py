@@ -44,10 +44,19 @@ LINES = {
     "python words": ('%s\n{"prompt": None}\n', "a.jsonl:2: not valid JSON (column 12: a Python word; JSON writes null"),
     "two on a line": ("%s\n%s %s\n", "a.jsonl:2: not valid JSON (column 46: more text after the value)"),
     "open text": ('%s\n{"prompt": "SECRET\n', "a.jsonl:2: not valid JSON (column 12: a text that starts here has no"),
-    "key twice": ('%s\n{"a": "SECRET", "a": 1}\n', "a.jsonl:2: a key is given twice in one object ('a')"),
-    "too large": ('%s\n{"a": 1e999}\n', "a.jsonl:2: a number is too large"),
-    "too many digits": ('%s\n{"a": ' + "9" * 5000 + "}\n", "a.jsonl:2: a number has too many digits"),
-    "too deep": ("%s\n" + "[" * 100_000 + "\n", "a.jsonl:2: not valid JSON (column 1: nested too deeply)"),
+    "key twice": (
+        '%s\n{"a": "SECRET", "a": 1}\n',
+        "a.jsonl:2: a key is given twice in one object ('a'; keep one of them)",
+    ),
+    "too large": ('%s\n{"a": 1e999}\n', "a.jsonl:2: a number is too large (write it as text, in quotes)"),
+    "too many digits": (
+        '%s\n{"a": ' + "9" * 5000 + "}\n",
+        "a.jsonl:2: a number has too many digits (write it as text, in quotes)",
+    ),
+    "too deep": (
+        "%s\n" + "[" * 100_000 + "\n",
+        "a.jsonl:2: not valid JSON (column 1: nested too deeply: hundreds of brackets",
+    ),
 }
 
 
@@ -83,6 +92,29 @@ def test_good_odd_files_load(tmp_path: Path) -> None:
     assert count(path) == 2
     path.write_text(f"[\n{GOOD},\n{GOOD}\n]\n", encoding="utf-8")
     assert count(path) == 2
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+def test_every_kind_of_line_end(tmp_path: Path, name: str, end: str) -> None:
+    """Lines that end in a carriage return alone come from old spreadsheets; rows and their numbers are the same."""
+    lines = {
+        "a.jsonl": ['{"text": "one"}', "", '{"text": "two"}', ""],
+        "a.json": ["[", '{"text": "one"},', '{"text":', '"two"}', "]"],
+        "a.csv": ["text", "one", "two", ""],
+        "a.txt": ["one", "two", ""],
+    }[name]
+    path = tmp_path / name
+    path.write_bytes(b"\xef\xbb\xbf" + end.join(lines).encode())
+    found = [
+        (one.text, one.line) for one in load_examples([SourceSection(path=str(path))], on_bad_row="error", seed=0)[0]
+    ]
+    places = {"a.jsonl": (1, 3), "a.json": (2, 3), "a.csv": (2, 3)}
+    want = [("one\ntwo\n", 1)] if name == "a.txt" else list(zip(("one", "two"), places[name], strict=True))
+    assert found == want
+    path.write_bytes(path.read_bytes().replace(b"two", b"\xe4"))
+    bad = {"a.jsonl": 3, "a.json": 4, "a.csv": 3, "a.txt": 2}[name]
+    assert f"{name}:{bad}: not UTF-8 text (byte 0xe4" in said(path, path.read_bytes())
 
 
 NESTED = 'the row is a list, not an object (a row is written like this: {"prompt": "...", "completion": "..."})'
@@ -123,7 +155,9 @@ def test_truncated_gzip_stops_whatever_the_policy(tmp_path: Path, policy: str) -
     message = said(tmp_path / "a.jsonl.gz", data[: len(data) // 2], policy)
     assert "a.jsonl.gz:" in message
     assert "the .gz file is cut short; copy it again" in message
-    assert "is damaged" in said(tmp_path / "b.jsonl.gz", GOOD.encode(), policy)
+    assert "is damaged" in said(tmp_path / "b.jsonl.gz", data[:10] + b"\xff" * 40, policy)
+    plain = said(tmp_path / "c.jsonl.gz", GOOD.encode(), policy)
+    assert plain == "c.jsonl.gz: its name ends in .gz and it is not compressed. Take .gz from its name, or compress it."
 
 
 def test_bad_lines_are_dropped_when_asked_and_the_rest_stays(tmp_path: Path) -> None:

@@ -49,6 +49,19 @@ def test_an_id_outside_the_table_is_refused_with_row_and_id(tmp_path: Path) -> N
     assert len(build(section(rows), tokenizer, seed=0, vocab_size=33).train) == 3
 
 
+def test_text_that_the_tokenizer_has_no_tokens_for_is_counted(tmp_path: Path) -> None:
+    words = {word: index for index, word in enumerate(["<eos>", "<unk>", "w1", "w2"])}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", unk_token="<unk>")
+    data = build(section(_rows(tmp_path, "w1 w2", "w1 x w2 y")), tokenizer, seed=0, vocab_size=4)
+    notes = [note for note in data.report.notes if "<unk>" in note]
+    assert len(notes) == 1
+    assert notes[0].startswith("train: 2 of 8 tokens are <unk>: text that the tokenizer has no tokens for")
+    assert notes[0].endswith("rows.jsonl:2)")
+    assert not build(section(_rows(tmp_path, "w1")), tokenizer, seed=0, vocab_size=4).report.notes
+
+
 def test_ids_with_an_all_zero_row_are_named_with_the_rows_that_have_them(tmp_path: Path) -> None:
     rows = _rows(tmp_path, "w1 w2", "w3 w7", "w7 w9")
     data = build(section(rows), _tokenizer(), seed=0, vocab_size=32, zero_rows=[7, 9, 31])

@@ -7,7 +7,6 @@ from frugal.errors import DataError
 from frugal.files import about_encoding, convert, wide_encoding
 
 NOT_UTF8 = "not UTF-8 text"
-NEWLINE = b"\n"
 
 
 def refuse_utf16(head: bytes, file: str) -> None:
@@ -27,6 +26,11 @@ def decode(data: bytes, file: str, offset: int = 0) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RowError(NOT_UTF8, about_encoding(error, file, offset)) from None
+
+
+def line_of(data: bytes, index: int) -> int:
+    """Number, from 1, of the line that byte ``index`` is in; a line may end in a carriage return alone."""
+    return len((data[:index] + b".").splitlines())
 
 
 def first_bad_byte(data: bytes) -> int:

@@ -8,6 +8,7 @@ text file is one document. No Python from a data folder is ever run.
 from __future__ import annotations
 
 import gzip
+import itertools
 import re
 import zlib
 from collections.abc import Iterator
@@ -74,10 +75,19 @@ def read_file(path: Path, file: str) -> Iterator[RawRow | BadRow]:
                 last_line = row.line
                 yield row
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        if not _begins_as_gzip(path):
+            raise DataError(
+                f"{file}: its name ends in .gz and it is not compressed. Take .gz from its name, or compress it."
+            ) from error
         reason = "the .gz file is cut short" if isinstance(error, EOFError) else "the .gz file is damaged"
         yield BadRow(RowError(f"{reason}; copy it again"), file, last_line + 1, fatal=True)
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def _begins_as_gzip(path: Path) -> bool:
+    with path.open("rb") as handle:
+        return handle.read(2) == b"\x1f\x8b"
 
 
 def _rows_of_text(handle: BinaryIO, file: str, suffix: str) -> Iterator[RawRow | BadRow]:
@@ -97,10 +107,11 @@ def _document(handle: BinaryIO, file: str) -> Iterator[RawRow | BadRow]:
         raise DataError(f"{file}: the file is empty.")
     lines: list[str] = []
     offset = 0
-    for number, line in enumerate(data.split(b"\n"), start=1):
+    pieces = re.split(rb"(\r\n|\r|\n)", data)
+    for number, (line, end) in enumerate(itertools.zip_longest(pieces[::2], pieces[1::2], fillvalue=b""), start=1):
         try:
-            lines.append(decode(line, file, offset).removesuffix("\r"))
-            offset += len(line) + 1
+            lines.append(decode(line, file, offset))
+            offset += len(line) + len(end)
         except RowError as fault:
             yield BadRow(fault, file, number, fatal=True)
             return

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from frugal.data.rows import BadRow, RawRow, RowError, shorten
-from frugal.data.sources.encoding import NEWLINE, decode, first_bad_byte, refuse_utf16
+from frugal.data.sources.encoding import decode, first_bad_byte, line_of, refuse_utf16
 from frugal.errors import DataError
 
 _SEPARATOR_LINE = re.compile(r"sep=([,;\t|])[ \t]*(?:\r\n|\n|\r)", re.IGNORECASE)
@@ -70,7 +70,7 @@ def _text(data: bytes, file: str) -> str:
     try:
         return decode(data, file)
     except RowError as fault:
-        raise DataError(f"{file}:{data.count(NEWLINE, 0, first_bad_byte(data)) + 1}: {fault}") from None
+        raise DataError(f"{file}:{line_of(data, first_bad_byte(data))}: {fault}") from None
 
 
 def _check_header(header: list[str], where: str, separator: str) -> None:

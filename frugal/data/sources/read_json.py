@@ -7,6 +7,7 @@ around such an array, or a single object (one row). Lines mode reads line by lin
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
@@ -16,6 +17,9 @@ from frugal.data.sources.strict_json import RIGHT_FORM, JsonSyntaxError, decode_
 from frugal.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+"""Lines, also those that end in a carriage return alone, as old spreadsheets write. In JSON it is only white space."""
+_LONE_CARRIAGE_RETURN = re.compile(rb"\r(?!\n)")
 
 
 def read_json(handle: BinaryIO, file: str) -> Iterator[RawRow | BadRow]:
@@ -57,8 +61,8 @@ def _without_bom(handle: BinaryIO, file: str) -> Iterator[bytes]:
     """Lines of the file without a byte order mark."""
     first = handle.readline()
     refuse_utf16(first, file)
-    yield first[3:] if first.startswith(_BOM) else first
-    yield from handle
+    for line in itertools.chain([first.removeprefix(_BOM)], handle):
+        yield from _LINE.findall(line) if b"\r" in line else (line,)
 
 
 class _Place(NamedTuple):
@@ -117,7 +121,7 @@ def _row(value: Any, file: str, line: int) -> RawRow | BadRow:
 def _whole(head: list[_Line], lines: Iterable[_Line], file: str) -> Iterator[RawRow | BadRow]:
     """Rows of a file that is one JSON value."""
     first_line, offset = head[0][0]
-    data = b"".join(line for _, line in itertools.chain(head, lines))
+    data = _LONE_CARRIAGE_RETURN.sub(b"\n", b"".join(line for _, line in itertools.chain(head, lines)))
     try:
         text = decode(data, file, offset)
     except RowError as fault:

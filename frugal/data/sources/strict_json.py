@@ -26,18 +26,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise RowError("a key is given twice in one object", shorten(twice))
+        raise RowError("a key is given twice in one object", f"{shorten(twice)}; keep one of them")
     return value
 
 
 def _constant(name: str) -> NoReturn:
-    raise RowError("NaN and Infinity are not JSON", name)
+    raise RowError("NaN and Infinity are not JSON", f"{name}; write null, or leave the key out")
 
 
 def _float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise RowError("a number is too large")
+        raise RowError("a number is too large", "write it as text, in quotes")
     return value
 
 
@@ -65,7 +65,7 @@ def decode_at(text: str, start: int) -> tuple[Any, int]:
     except RecursionError:
         raise JsonSyntaxError(text, start, "nested too deeply") from None
     except ValueError:  # a whole number of more digits than Python converts
-        raise RowError("a number has too many digits") from None
+        raise RowError("a number has too many digits", "write it as text, in quotes") from None
     if _SURROGATE_ESCAPE.search(text, start, end):
         refuse_surrogates(value)
     return value, int(end)
@@ -103,7 +103,10 @@ def refuse_surrogates(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise RowError("a text holds a lone surrogate escape (half of a \\uD83D\\uDE00 pair)") from None
+        raise RowError(
+            "a text holds a lone surrogate escape (half of a \\uD83D\\uDE00 pair)",
+            "write both halves, or the character itself; \\ufffd stands for one that is lost",
+        ) from None
 
 
 class JsonSyntaxError(RowError):
@@ -127,7 +130,7 @@ def _hint(text: str, position: int, message: str) -> str:
             return "a comma after the object; JSON Lines has one object a line and nothing between"
         return "more text after the value"
     if message.startswith("nested"):
-        return message
+        return f"{message}: hundreds of brackets inside each other; a row needs a few"
     if "trailing comma" in message or (here and here in "}]" and before == ","):
         return _TRAILING_COMMA
     if message.startswith("Unterminated string"):
