@@ -2,7 +2,8 @@
 
 from frugal.adapters.apply import Applied, adapter_state, apply_adapters, inject, masters_float32
 from frugal.adapters.files import load_adapter, save_adapter
-from frugal.adapters.targets import PatternRow, Scale, resolve_targets
+from frugal.adapters.patterns import PatternRow
+from frugal.adapters.targets import Scale, resolve_targets
 
 __all__ = [
     "Applied",

@@ -22,8 +22,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from frugal.adapters.conversion import names_as_given, refuse_rewritten_dora
+from frugal.adapters.patterns import PatternRow
 from frugal.adapters.peft_model import FrugalPeftModel, adapted, compute_in
-from frugal.adapters.targets import PatternRow, Scale, Targets, resolve_targets
+from frugal.adapters.targets import Scale, Targets, resolve_targets
 from frugal.adapters.trained import cast_linear, prepare_trained
 from frugal.config import LoraSection
 from frugal.errors import ConfigError, UnsupportedError
@@ -165,6 +166,9 @@ def _lora_config(
         lora_alpha=_plain(lora.lora_alpha),
         lora_dropout=lora.lora_dropout,
         target_modules=targets.target_modules,
+        # taken away from target_modules already: for who reads the file, and PEFT comes to the same
+        exclude_modules=lora.exclude_modules or None,
+        layers_to_transform=sorted(set(lora.layers_to_transform)) or None,
         modules_to_save=targets.modules_to_save or None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,

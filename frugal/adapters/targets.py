@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -15,33 +14,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from frugal.adapters.patterns import PatternRow, narrowed, nothing
 from frugal.config import LoraSection
 from frugal.errors import ConfigError
 from frugal.model_structure import inside, is_tied, router_names, stacked_experts, table_names, unreached_by_text
 
 _PLAIN_NAME = re.compile(r"[\w.]+")
-
-
-@dataclass(frozen=True)
-class PatternRow:
-    """One line of the table "pattern -> layers matched"."""
-
-    key: Literal["target_modules", "rank_pattern", "alpha_pattern", "modules_to_save"]
-    pattern: str
-    layers: tuple[str, ...]
-    """Names of the modules it applies to."""
-    value: float | None = None
-    """The rank or alpha that a pattern sets."""
-    unreached: tuple[str, ...] = ()
-    """Layers that the pattern names and that a text never runs through: they get no adapter."""
-
-    def line(self) -> str:
-        """One line for the terminal."""
-        value = "" if self.value is None else f" = {self.value:g}"
-        line = f"{self.key} {self.pattern!r}{value}: {len(self.layers)} layers"
-        if self.unreached:
-            line += f"; {len(self.unreached)} more get no adapter, a text never runs through them ({self.unreached[0]})"
-        return line
 
 
 @dataclass(frozen=True)
@@ -73,12 +51,14 @@ def resolve_targets(model: PreTrainedModel, lora: LoraSection) -> Targets:
     Names match as in PEFT: a target is a full name or a dotted tail (`q_proj`, `layers.1.self_attn.q_proj`), a single
     text may be a regular expression over full names, and the keys of rank_pattern and alpha_pattern are regular
     expressions over tails, of which the first that matches counts.
+    exclude_modules and layers_to_transform take layers of target_modules away (`narrowed`).
 
     Raises:
         ConfigError: a pattern matches nothing (or nothing that can be adapted); the message lists near names.
     """
     names = {name: module for name, module in model.named_modules() if name}
-    rows = _reached(model, _targets(model, lora.target_modules, names))
+    reached = _reached(model, _targets(model, lora.target_modules, names))
+    rows, narrowing = narrowed(model, lora, reached)
     saved_rows = [_by_tail("modules_to_save", entry, names) for entry in lora.modules_to_save]
     saved = {name for row in saved_rows for name in row.layers}
     adapted = [name for name in names if any(name in row.layers for row in rows) and name not in saved]
@@ -93,7 +73,7 @@ def resolve_targets(model: PreTrainedModel, lora: LoraSection) -> Targets:
         r, alpha = int(ranks.get(name, lora.r)), alphas.get(name, lora.lora_alpha)
         layers[name] = Scale(r, alpha, alpha / (r**0.5 if lora.use_rslora else r))
     short = _shortest(adapted, names)
-    return Targets(short, sorted(saved), [*rows, *rank_rows, *alpha_rows, *saved_rows], layers)
+    return Targets(short, sorted(saved), [*rows, *narrowing, *rank_rows, *alpha_rows, *saved_rows], layers)
 
 
 def tied_too(model: PreTrainedModel, lora: LoraSection) -> str | None:
@@ -167,7 +147,7 @@ def _targets(model: PreTrainedModel, asked: str | list[str], names: Mapping[str,
         matched = [name for name in names if expression.fullmatch(name)]
         layers = tuple(name for name in matched if _can_adapt(names[name]))
         if not layers:
-            raise ConfigError(_nothing("target_modules", asked, names, matched))
+            raise ConfigError(nothing("target_modules", asked, names, matched))
         return [PatternRow("target_modules", asked, layers)]
     rows = [_by_tail("target_modules", entry, names) for entry in ([asked] if isinstance(asked, str) else asked)]
     for row in rows:
@@ -211,7 +191,7 @@ def _by_tail(
     layers = tuple(name for name in names if name == entry or name.endswith(f".{entry}"))
     if not layers:
         offered = [name for name, module in names.items() if key == "modules_to_save" or _can_adapt(module)]
-        raise ConfigError(_nothing(key, entry, offered, []) + _experts_hint(entry, names))
+        raise ConfigError(nothing(key, entry, offered, []) + _experts_hint(entry, names))
     return PatternRow(key, entry, layers)
 
 
@@ -243,30 +223,8 @@ def _patterns(
             continue
         if any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted):
             raise ConfigError(f"lora.{key}: every layer that {pattern!r} matches is taken by an earlier pattern.")
-        raise ConfigError(_nothing(key, pattern, adapted, []))
+        raise ConfigError(nothing(key, pattern, adapted, []))
     return [PatternRow(key, pattern, tuple(found), asked[pattern]) for pattern, found in layers.items()], values
-
-
-def _nothing(key: str, pattern: str, names: Iterable[str], other_kind: list[str]) -> str:
-    """The message for a pattern without a match: what exists that looks like it."""
-    names = list(names)
-    plain = re.sub(r"[^\w.]", "", pattern)
-    tails = sorted({name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdigit()})
-    near = difflib.get_close_matches(plain.rsplit(".", 1)[-1], tails, n=3, cutoff=0.5)
-    fused = [
-        tail
-        for tail in tails
-        if plain in ("q_proj", "k_proj", "v_proj") and re.search(r"qkv|query_key_value|c_attn|Wqkv", tail)
-    ]
-    text = f"lora.{key}: {pattern!r} matches no layer"
-    if other_kind:
-        text += f" that can be adapted (it matches {other_kind[0]})"
-    if fused:
-        return f"{text}. This model has query, key and value in one layer: {', '.join(fused)}."
-    if pattern != plain:
-        text += " (names are matched from a dot to the end: write `q_proj`, not `^q_proj`"
-        text += "; a regular expression goes alone, as one text)" if key == "target_modules" else ")"
-    return f"{text}. Near names: {', '.join(near)}." if near else f"{text}. Names: {', '.join(tails[:20])}."
 
 
 def _shortest(wanted: list[str], names: Mapping[str, nn.Module]) -> list[str]:

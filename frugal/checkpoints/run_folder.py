@@ -201,11 +201,10 @@ def check_depth(run: RunFolder, source: ResolvedModel) -> None:
     if isinstance(names, list):  # layers that PEFT would rename stand among the parameters
         names = [*names, *(run.adapter_config.get("target_parameters") or ())]
     chosen = run.config.lora.target_modules if run.config is not None else "all-linear"
-    if (
-        chosen != "all-linear"
-        or not isinstance(names, list)
-        or run.adapter_config.get("layers_to_transform") is not None
-    ):
+    kept = [run.adapter_config.get(key) for key in ("layers_to_transform", "exclude_modules")]
+    # an exclusion with a number in it may take whole layers away
+    narrowed = kept[0] is not None or re.search(r"\d", str(kept[1] or ""))
+    if chosen != "all-linear" or not isinstance(names, list) or narrowed:
         return
     found = {int(number) for name in names for number in re.findall(r"(?:^|\.)(\d+)\.", name)}
     text = source.config().get_text_config()

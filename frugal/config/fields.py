@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, AllowInfNan, BaseModel, BeforeValidator, Strict
+from pydantic import AfterValidator, AllowInfNan, BaseModel, BeforeValidator, Field, Strict
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -113,6 +113,33 @@ def _not_blank(value: str) -> str:
     return value
 
 
+def _excluded(value: Any) -> Any:
+    """One name (made a list of one), a regular expression, or a list of names."""
+    if value == "all-linear":
+        raise ValueError("must be a list of module names, or a regular expression", "it would leave nothing to train")
+    return [] if value is None else _targets(value)
+
+
+def _wholes(value: Any) -> Any:
+    """One whole number (made a list of one), or a list of them."""
+    items = [] if value is None else _list([value] if isinstance(value, (int, float)) else value)
+    read = [_whole(item) for item in items] if isinstance(items, list) else []
+    below = [item for item in read if isinstance(item, int) and item < 0]
+    if below:
+        raise ValueError(f"must be whole numbers >= 0 (not {below[0]})")
+    return items
+
+
+def _frozen_bias(value: Any) -> Any:
+    if value != "none":
+        raise ValueError(
+            "must be none",
+            "write none, or leave it out. Biases are part of the base, which stays as it is, so that an adapter can be "
+            "switched off, merged and moved; to train a layer with its bias name it in lora.modules_to_save",
+        )
+    return value
+
+
 def _table(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): item for key, item in value.items()}
@@ -126,6 +153,8 @@ AutoFlag = Annotated[Literal["auto", True, False], BeforeValidator(_auto_flag)]
 Number = Annotated[float, Strict(), AllowInfNan(False), BeforeValidator(_number)]
 Whole = Annotated[int, Strict(), BeforeValidator(_whole)]
 Targets = Annotated[str | list[str], BeforeValidator(_targets)]
+Excluded = Annotated[str | list[str], BeforeValidator(_excluded)]
+FrozenBias = Annotated[Literal["none"], BeforeValidator(_frozen_bias)]
 Table = Annotated[dict[str, T], BeforeValidator(_table)]
 
 
@@ -134,6 +163,7 @@ def one_or_more(item: Any, read: Callable[[Any], Any] = _list) -> BeforeValidato
     return BeforeValidator(read, json_schema_input_type=item | list[item])
 
 
+Wholes = Annotated[list[Annotated[Whole, Field(ge=0)]], one_or_more(int, _wholes)]
 Names = Annotated[list[Text], one_or_more(str)]
 Sentences = Annotated[list[Text], one_or_more(str, _sentences)]
 

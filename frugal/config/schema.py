@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from frugal.config.fields import (
     AutoFlag,
+    Excluded,
     Flag,
+    FrozenBias,
     Name,
     Names,
     Number,
@@ -18,6 +20,7 @@ from frugal.config.fields import (
     Targets,
     Text,
     Whole,
+    Wholes,
     one_or_more,
     read_sources,
     read_trackers,
@@ -67,6 +70,12 @@ class LoraSection(Section):
     """Dropout on the adapter's input."""
     target_modules: Targets = "all-linear"
     """`all-linear`, or names of modules (`q_proj`, a dotted tail, or a regular expression as one string)."""
+    exclude_modules: Excluded = Field(default_factory=list)
+    """Of target_modules, what gets no adapter: names, or a regular expression as one string, as in PEFT."""
+    layers_to_transform: Wholes = Field(default_factory=list)
+    """Numbers of the decoder layers that get adapters, counted from 0: a list, or one. Empty: all layers."""
+    bias: FrozenBias = "none"
+    """Biases of the base stay as they are: `none` is the only value."""
     modules_to_save: Names = Field(default_factory=list)
     """Modules trained whole and saved with the adapter (for example `lm_head`)."""
     use_rslora: Flag = False

@@ -10,7 +10,7 @@ import yaml
 
 from frugal.assets import is_known, weights_note
 from frugal.checkpoints.run_folder import RunFolder
-from frugal.config import Config
+from frugal.config import Config, LoraSection
 from frugal.files import read_json
 from frugal.hub import public_base
 from frugal.models.resolve import ResolvedModel
@@ -175,6 +175,16 @@ def _public_name(path: str) -> str:
     return candidate.name if candidate.is_absolute() or path.startswith((".", "~")) else path
 
 
+def _narrowed(lora: LoraSection) -> dict[str, str]:
+    """What takes layers of target_modules away, where something does."""
+    out = lora.exclude_modules
+    found = {
+        "exclude_modules": out if isinstance(out, str) else ", ".join(out),
+        "layers_to_transform": ", ".join(str(number) for number in lora.layers_to_transform),
+    }
+    return {key: text for key, text in found.items() if text}
+
+
 def _settings(config: Config) -> dict[str, Any]:
     train, lora, data = config.train, config.lora, config.data
     targets = lora.target_modules
@@ -182,6 +192,7 @@ def _settings(config: Config) -> dict[str, Any]:
         "quantize": config.model.quantize,
         "r / lora_alpha": f"{lora.r} / {lora.lora_alpha:g}",
         "target_modules": targets if isinstance(targets, str) else ", ".join(targets),
+        **_narrowed(lora),
         "method": ", ".join(n for n, on in (("rsLoRA", lora.use_rslora), ("DoRA", lora.use_dora)) if on) or "LoRA",
         "learning_rate": f"{train.learning_rate:g} ({train.lr_scheduler_type})",
         "batch": f"{train.per_device_train_batch_size} x {train.gradient_accumulation_steps}",

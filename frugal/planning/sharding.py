@@ -32,6 +32,8 @@ class Units:
     layer_frozen: int
     """Parameters of one decoder layer that are not trained: codes, scales, norms."""
     layer_trained: int
+    layers_trained: int
+    """Trained parameters of all decoder layers: some may have no adapter."""
     embedding: int
     """0 where it is tied or trained, and then part of the root."""
     head: int
@@ -65,7 +67,7 @@ class Units:
     @property
     def trained(self) -> int:
         """All trained parameters."""
-        return self.layers * self.layer_trained + self.root_trained
+        return self.layers_trained + self.root_trained
 
 
 def units_of(built: SimulatedModel, layers: int) -> Units:
@@ -79,10 +81,12 @@ def units_of(built: SimulatedModel, layers: int) -> Units:
     buffers = sum(b.nbytes for b in module.buffers())
     in_layers = sum(b.nbytes for layer in found for b in layer.buffers())
     trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    of_layers = [_bytes(layer, True) for layer in found]
     return Units(
         layers=layers,
         layer_frozen=max(_bytes(layer, False) for layer in found),
-        layer_trained=max(_bytes(layer, True) for layer in found),
+        layer_trained=max(of_layers),
+        layers_trained=sum(of_layers) if len(found) == layers else max(of_layers) * layers,
         embedding=0 if embedding is None else _bytes(embedding, False),
         head=0 if head is None else _bytes(head, False),
         head_rows=0 if head is None else int(head.weight.shape[0]),

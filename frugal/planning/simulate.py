@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from frugal.adapters.patterns import names_single_layers
 from frugal.memory.meter import LiveBytesMeter
 from frugal.memory.meter_report import TEMPORARIES
 from frugal.model_structure import decoder_layers
@@ -53,7 +54,7 @@ class MemorySimulator(Subject):
     @property
     def counts(self) -> tuple[int, ...]:
         """Numbers of layers that are run."""
-        pair = None if self.whole else layer_counts(self.config)
+        pair = None if self.whole or names_single_layers(self.lora) else layer_counts(self.config)
         return pair if pair is not None else (self.layers,)
 
     def peak(self, phase: Phase, shape: Shape) -> Peak:
