@@ -12,6 +12,7 @@ TESTS = Path(__file__).parents[1]
 
 SLOW = (
     "adapters/test_in_other_peoples_code.py",
+    "adapters/test_narrowed_targets.py",
     "benchmarks/",
     "checkpoints/test_checkpoint_alone.py",
     "checkpoints/test_disk_full.py",
