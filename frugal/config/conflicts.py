@@ -44,6 +44,10 @@ def _of_objective(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     if train.label_smoothing:
         way = "write objective.label_smoothing" if name in _OBJECTIVES_OF["label_smoothing"] else "leave it out"
         yield ("train.label_smoothing", "objective.name"), f"smooths the tokens of objective.name: sft; {way}"
+    strategy = config.distributed.strategy
+    if strategy not in ("auto", "ddp"):
+        message = f"{strategy} cuts tensors, and objective.name: {name} trains on whole copies of the base so far"
+        yield ("distributed.strategy", "objective.name"), f"{message}; write distributed.strategy: ddp"
     if data.packing:
         yield (
             ("data.packing", "objective.name"),

@@ -25,7 +25,6 @@ from frugal.distributed.device_wait import numbers
 from frugal.distributed.launch import Launch, check_group, read_launch, unused_gpus
 from frugal.distributed.strategy import Strategy
 from frugal.distributed.zero.config import import_deepspeed
-from frugal.errors import UnsupportedError
 from frugal.memory.device_memory import YOUNG_CONTEXT_BYTES, grow_segments, used_by_others
 from frugal.models.attention import join_rows
 from frugal.models.modules.host_embedding import decide_embedding
@@ -33,11 +32,10 @@ from frugal.models.positions import per_call_rotary, positions, refuse_mixed_len
 from frugal.models.resolve import ResolvedModel
 from frugal.models.skeleton import build_meta
 from frugal.models.tokenizer import new_token_ids, rows_needed
-from frugal.objectives import OBJECTIVES
 from frugal.ops.registry import check_attention
 from frugal.ops.rows import no_triton
 from frugal.run.memory import Forecast, forecast, make_planner
-from frugal.run.sharing import asked_engine, share
+from frugal.run.sharing import asked_engine, refuse_pairs, share
 from frugal.training.device import device_of, make_accelerator
 from frugal.training.schedule import StepOrder, TrainPlan
 from frugal.training.step import optimizer_in_backward
@@ -76,6 +74,7 @@ def open_machine(config: Config) -> Machine:
     """
     usable()  # else a run would be on the CPU without a word, or end at its first kernel
     launch = read_launch()
+    refuse_pairs(config, launch)
     asked_engine(config, launch)  # raises where configuration and launcher contradict each other
     train = config.train
     if launch.engine in ("zero1", "zero2", "zero3") and importlib.util.find_spec("deepspeed") is not None:
@@ -182,12 +181,6 @@ def resolve(
     planner = make_planner(config, base.config(), data, plan, order, device, dtype, rows, machine.outside_bytes)
     shared = share(config, machine.launch, planner, machine.accelerator.device)
     planner, strategy = shared.planner, shared.strategy
-    if OBJECTIVES[config.objective.name].answers > 1 and strategy.name not in ("one process", "ddp"):
-        raise UnsupportedError(
-            f"objective.name: {config.objective.name} trains in one process or with distributed.strategy: ddp so far, "
-            f"not with {strategy.name}, which cuts tensors that the log-probabilities read twice. Set "
-            "distributed.strategy: ddp, or objective.name: sft."
-        )
     found = forecast(config, planner)
     if config.memory.budget != "auto":
         of_budget = "as configured"

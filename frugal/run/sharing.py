@@ -11,9 +11,10 @@ from frugal.config import Config
 from frugal.distributed import group as ranks
 from frugal.distributed.launch import Engine, Launch, choose
 from frugal.distributed.strategy import Strategy, make_strategy
-from frugal.errors import ConfigError, FrugalError
+from frugal.errors import ConfigError, FrugalError, UnsupportedError
 from frugal.models.build import OnLayer, needs_whole_base
 from frugal.models.resolve import ResolvedModel
+from frugal.objectives import OBJECTIVES
 from frugal.planning.api import choose_strategy
 from frugal.planning.planner import Planner
 
@@ -47,7 +48,7 @@ def share(config: Config, launch: Launch, planner: Planner, device: torch.device
     )
     if engine is None:
         return Shared(make(None, shard_base=False), planner, "one process")
-    # objectives over pairs run on copies only (frugal/run/setup.py refuses the others)
+    # objectives over pairs run on copies only (`refuse_pairs`)
     is_open = asked.strategy == "auto" and launch.engine is None and planner.answers == 1
     base = None if asked.shard_base == "auto" else bool(asked.shard_base)
     planner = replace(planner, world_size=launch.world_size, strategy=None if is_open else engine, shard_base=base)
@@ -70,6 +71,18 @@ def asked_engine(config: Config, launch: Launch) -> Engine | None:
     elif asked.strategy != "auto" or launch.engine is not None:
         _refuse_keys(config, engine)
     return engine
+
+
+def refuse_pairs(config: Config, launch: Launch) -> None:
+    """Raise UnsupportedError where a launcher cuts the tensors of a run on preferences, which reads log-probabilities
+    of whole ones twice. What the configuration asks for, `frugal.config.conflicts` refuses."""
+    name = config.objective.name
+    if OBJECTIVES[name].answers > 1 and launch.engine not in (None, "ddp"):
+        raise UnsupportedError(
+            f"objective.name: {name} trains in one process or on whole copies of the base (ddp) so far, and accelerate "
+            f"was started for {launch.engine}, which cuts tensors. Start it for copies: accelerate launch --multi_gpu "
+            f"--num_processes {launch.world_size} -m frugal train CONFIG."
+        )
 
 
 def _choice(planner: Planner) -> tuple[str, bool, str]:

@@ -49,6 +49,7 @@ SLOW = (
     "run/test_no_device_before_training.py",
     "run/test_positions.py",
     "run/test_preference.py",
+    "run/test_preference_sharded.py",
     "run/test_resume_loads_the_adapter.py",
     "run/test_rows_apart.py",
     "run/test_setup.py",
