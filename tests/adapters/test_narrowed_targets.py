@@ -21,7 +21,7 @@ from frugal.checkpoints.run_folder import check_depth, open_run
 from frugal.config import LoraSection, ModelSection, TrainSection, load_config
 from frugal.config.schema import MemorySection
 from frugal.device import Device
-from frugal.errors import ConfigError
+from frugal.errors import CheckpointError, ConfigError
 from frugal.files import read_json
 from frugal.models.load import load_base
 from frugal.models.resolve import resolve_base
@@ -68,7 +68,9 @@ def test_the_layers_are_pefts_and_stock_peft_loads_the_file(
 
     save_adapter(model, tmp_path)
     written = read_json(tmp_path / "adapter_config.json")
-    assert {key: written[key] for key in settings} != dict.fromkeys(settings)
+    numbers = settings.get("layers_to_transform")
+    assert written["layers_to_transform"] == ([numbers] if isinstance(numbers, int) else numbers)
+    assert written["exclude_modules"] == options.get("exclude_modules")
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_llama_folder), tmp_path)
     assert adapted(again) == adapted(model)
     keys = load_file(tmp_path / "adapter_model.safetensors")
@@ -196,7 +198,7 @@ def test_a_run_keeps_them_and_goes_on(tiny_llama_folder: Path, tmp_path: Path) -
         train(plain)
         if name == "stopped":
             other = {**plain, "lora": {**plain["lora"], "layers_to_transform": 1}}
-            with pytest.raises(Exception, match=r"lora\.layers_to_transform: \[0\] -> \[1\]"):
+            with pytest.raises(CheckpointError, match=r"lora\.layers_to_transform: \[0\] -> \[1\]"):
                 train(other, resume=True)
             train(plain, resume=str(tmp_path / name / "checkpoint-2"))
     runs.same_result(tmp_path / "whole", tmp_path / "stopped")

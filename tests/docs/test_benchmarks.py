@@ -1,6 +1,7 @@
 """benchmarks/README.md names every script with one command, and each answers --help."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -40,7 +41,6 @@ import contextlib, io, json, runpy, sys
 found = {}
 for script in sys.argv[1:]:
     sys.argv, text = [script, "--help"], io.StringIO()
-    sys.path.insert(0, "benchmarks")
     try:
         with contextlib.redirect_stdout(text):
             runpy.run_path(script, run_name="__main__")
@@ -50,9 +50,12 @@ for script in sys.argv[1:]:
 print(json.dumps(found))
 """
     scripts = sorted(words[1] for words in COMMANDS)
+    # where a script started by its path finds what lies beside it
+    beside = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), "benchmarks"])}
     done = subprocess.run(
-        [sys.executable, "-c", program, *scripts], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+        [sys.executable, "-c", program, *scripts],
+        cwd=ROOT, env=beside, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
